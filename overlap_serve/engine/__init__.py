@@ -1,0 +1,1 @@
+"""Executes step plans: `base` protocol | `batch` (mirror of the persistent batch) | `engine` on torch | `fake` on numpy."""

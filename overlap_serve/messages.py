@@ -1,0 +1,156 @@
+"""Wire types between processes, and their codec. msgpack by msgspec; never pickle.
+
+Everything here is array-like: fields may only be appended, with defaults, so that old and new replicas understand each other
+during a rolling update. One request, one direction:
+
+    ingress --GenerateRequest--> scheduler --TokenOutput--> detokenizer --TextDelta--> ingress
+    ingress --AbortRequest--> scheduler and detokenizer     the only edge against the stream
+    scheduler --Ended--> the scheduler replica's control plane, which completes the open Serve call
+"""
+
+from __future__ import annotations
+
+from array import array
+
+import msgspec
+
+from overlap_serve.sampling import AbortCause, FinishReason, SamplingParams, TextParams
+
+
+def pack_ids(ids: list[int] | tuple[int, ...]) -> bytes:
+    """Token ids as int32 bytes, native order (all hosts of a cluster are little-endian)."""
+    return array("i", ids).tobytes()
+
+
+def unpack_ids(data: bytes) -> list[int]:
+    """Inverse of `pack_ids`."""
+    ids = array("i")
+    ids.frombytes(data)
+    return ids.tolist()
+
+
+class Route(msgspec.Struct, frozen=True, array_like=True):
+    """zmq endpoints of the two hops behind the scheduler, chosen by the ingress at admission."""
+
+    detokenizer: str
+    ingress: str
+
+
+class GenerateRequest(msgspec.Struct, frozen=True, array_like=True, tag="generate"):
+    """One prompt with its n choices. `rid` is ours and unique; a client's request id is only a label.
+
+    prompt: int32 bytes (`pack_ids`). generated: per choice, tokens already made by an earlier attempt (int32 bytes), empty on the first.
+    timeout_s: seconds left until the deadline when sent, or None. priority: lower first.
+    """
+
+    rid: str
+    attempt: int
+    prompt: bytes
+    n: int
+    sampling: SamplingParams
+    text: TextParams
+    route: Route
+    priority: int = 0
+    timeout_s: float | None = None
+    cache_salt: str = ""
+    generated: tuple[bytes, ...] = ()
+
+
+class AbortRequest(msgspec.Struct, frozen=True, array_like=True, tag="abort"):
+    """End a request (choice None: all its choices). Sent to the scheduler; and to the detokenizer when the scheduler is gone."""
+
+    rid: str
+    cause: AbortCause
+    choice: int | None = None
+
+
+class Stop(msgspec.Struct, frozen=True, array_like=True, tag="stop"):
+    """Ends the receiving loop. drain_s: how long running requests may go on; the rest end with abort/shutdown."""
+
+    drain_s: float = 0.0
+
+
+class StreamOpen(msgspec.Struct, frozen=True, array_like=True):
+    """What a detokenizer must know of a choice, sent with its first output. Only this creates state there.
+
+    context: the last prompt ids, whose text is subtracted (int32 bytes). generated: ids of earlier attempts, already
+    delivered as text. scheduler: endpoint to which the ingress sends aborts. cached_tokens: of the prompt, from the prefix cache.
+    """
+
+    ingress: str
+    scheduler: str
+    text: TextParams
+    context: bytes
+    generated: bytes
+    prompt_tokens: int
+    cached_tokens: int
+
+
+class Failure(msgspec.Struct, frozen=True, array_like=True):
+    """Why a request ended with `error`: becomes an error of `overlap_serve.errors` at the ingress."""
+
+    code: str
+    message: str
+    http_status: int = 500
+
+
+class TokenOutput(msgspec.Struct, frozen=True, array_like=True, tag="tokens"):
+    """New tokens of one choice, and how it ended if it did.
+
+    first_index: index of token_ids[0] among the choice's generated tokens. stop_reason: the stop token id, or the abort cause.
+    """
+
+    rid: str
+    attempt: int
+    choice: int
+    first_index: int
+    token_ids: tuple[int, ...]
+    finish: FinishReason | None = None
+    stop_reason: int | str | None = None
+    failure: Failure | None = None
+    open: StreamOpen | None = None
+
+
+class TextDelta(msgspec.Struct, frozen=True, array_like=True, tag="text"):
+    """Text that became certain, with the ids that made it.
+
+    num_tokens: generated tokens of the choice so far, counted at the cut (usage). Terminal when `finish` is set.
+    scheduler, prompt_tokens and cached_tokens repeat StreamOpen on the first delta of a choice (empty string and -1 later).
+    """
+
+    rid: str
+    attempt: int
+    choice: int
+    first_index: int
+    token_ids: tuple[int, ...]
+    text: str
+    num_tokens: int
+    finish: FinishReason | None = None
+    stop_reason: int | str | None = None
+    failure: Failure | None = None
+    scheduler: str = ""
+    prompt_tokens: int = -1
+    cached_tokens: int = -1
+
+
+class Ended(msgspec.Struct, frozen=True, array_like=True, tag="ended"):
+    """All choices of a request have ended in the scheduler; completes the open Serve call."""
+
+    rid: str
+    attempt: int
+
+
+Message = GenerateRequest | AbortRequest | Stop | TokenOutput | TextDelta | Ended
+
+_encoder = msgspec.msgpack.Encoder()
+_decoder = msgspec.msgpack.Decoder(list[Message])
+
+
+def encode(messages: list[Message]) -> bytes:
+    """One transport payload: a list of messages, in order."""
+    return _encoder.encode(messages)
+
+
+def decode(payload: bytes | memoryview) -> list[Message]:
+    """Raises msgspec.DecodeError or msgspec.ValidationError on anything that is not a list of known messages."""
+    return _decoder.decode(payload)

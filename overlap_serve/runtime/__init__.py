@@ -1,0 +1,1 @@
+"""Builds and connects: `loop` | `worker` (one rank) | `detokenizer` (service) | `frontend` (tokenize, submit, streams, cancel)."""
