@@ -25,14 +25,23 @@ class _Strict(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=())
 
 
+# Ids of the built-in byte tokenizer that `engine: fake` uses: 0..255 are bytes.
+FAKE_BOS_ID = 256
+FAKE_EOS_ID = 257
+FAKE_VOCAB_SIZE = 258
+
+
 class FakeModel(_Strict):
-    """Step-cost model of `engine: fake`: a step takes base_ms + per_token_us * tokens on the "device"."""
+    """Step-cost model of `engine: fake`: a step takes base_ms + per_token_us * tokens on the "device".
+
+    The next token is a pure function of the KV pages' contents: a printable byte, or the end token about once in `eos_every`
+    tokens (0: never).
+    """
 
     base_ms: float = Field(default=10.0, ge=0)
     per_token_us: float = Field(default=0.0, ge=0)
-    vocab_size: Positive = 49152
     max_model_len: Positive = 8192
-    eos_token_id: NonNegative = 2
+    eos_every: NonNegative = 0
 
 
 class ServeConfig(_Strict):
@@ -160,13 +169,37 @@ def explain(error: ValidationError) -> str:
     return "invalid configuration: " + "; ".join(lines)
 
 
+class GenerationDefaults(msgspec.Struct, frozen=True, kw_only=True):
+    """Sampling defaults of the model's generation_config.json; a request's own values win."""
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+
+
 class ModelFacts(msgspec.Struct, frozen=True, kw_only=True):
-    """What resolve() needs of a model. kv_elements_per_token: K and V values of all layers on one rank."""
+    """What configuration and ingress need of a model. kv_elements_per_token: K and V values of all layers on one rank.
+
+    vocab_size: rows of the output head; a tokenizer may know fewer ids.
+    """
 
     max_position_embeddings: int
     vocab_size: int
     kv_elements_per_token: int
     eos_token_ids: tuple[int, ...]
+    generation: GenerationDefaults = GenerationDefaults()
+
+
+def fake_facts(fake: FakeModel) -> ModelFacts:
+    """The facts of `engine: fake`."""
+    return ModelFacts(
+        max_position_embeddings=fake.max_model_len,
+        vocab_size=FAKE_VOCAB_SIZE,
+        kv_elements_per_token=1,
+        eos_token_ids=(FAKE_EOS_ID,),
+    )
 
 
 class HostFacts(msgspec.Struct, frozen=True, kw_only=True):
@@ -206,6 +239,7 @@ class EngineSpec(msgspec.Struct, frozen=True, kw_only=True):
     max_bypass: int
     fake_base_s: float
     fake_per_token_s: float
+    fake_eos_every: int
 
     @property
     def dtype_bytes(self) -> int:
@@ -267,4 +301,5 @@ def resolve(config: ServeConfig, model: ModelFacts, host: HostFacts, model_path:
         max_bypass=config.max_bypass,
         fake_base_s=config.fake.base_ms / 1e3,
         fake_per_token_s=config.fake.per_token_us / 1e6,
+        fake_eos_every=config.fake.eos_every,
     )

@@ -11,6 +11,7 @@ during a rolling update. One request, one direction:
 from __future__ import annotations
 
 from array import array
+from typing import Literal
 
 import msgspec
 
@@ -138,6 +139,23 @@ class Ended(msgspec.Struct, frozen=True, array_like=True, tag="ended"):
 
     rid: str
     attempt: int
+
+
+class ReplicaStatus(msgspec.Struct, frozen=True, array_like=True):
+    """What a scheduler replica says of itself; travels over Ray, a few times a second at most.
+
+    status: `stalled` when last_step_age_s exceeds `ready_stall_s` with runnable work. last_step_age_s: 0 when idle.
+    capacity_tokens: KV capacity C of http-api section 2.3. endpoint: the scheduler's inbox.
+    """
+
+    replica: str
+    status: Literal["loading", "ready", "draining", "paused", "stalled", "dead"]
+    last_step_age_s: float = 0.0
+    running: int = 0
+    waiting: int = 0
+    capacity_tokens: int = 0
+    kv_usage: float = 0.0
+    endpoint: str = ""
 
 
 Message = GenerateRequest | AbortRequest | Stop | TokenOutput | TextDelta | Ended
