@@ -19,6 +19,10 @@ class StepRows:
     lengths_B: np.ndarray
     samples_B: np.ndarray
 
+    @property
+    def num_tokens(self) -> int:
+        return int(self.lengths_B.sum())
+
 
 class BatchMirror:
     """Slot-indexed lengths, and the joins in order. `apply` is the only thing that changes it."""

@@ -1,0 +1,623 @@
+"""`Scheduler`: what runs next. `handle` a message, `expire` deadlines, `plan` a step, `apply` its result.
+
+It knows neither torch nor sockets nor clocks: `now` is passed in, so equal inputs give equal plans on every machine
+(invariant 3). It thinks in `num_computed` catching up with the request's tokens: chunked prefill, prefix hits, mixed
+batches, preemption and resumption are cases of that one rule.
+
+Pages and slots return late: only when a request is done *and* no step in flight holds it (ADR-0003). `plan` may be called
+with `depth` steps in flight; it assumes that every row in flight advances as planned.
+"""
+
+from __future__ import annotations
+
+from bisect import insort
+from collections import deque
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import msgspec
+
+from overlap_serve.cache.pages import PagePool, SlotPool
+from overlap_serve.cache.prefix import NO_MATCH, PrefixCache
+from overlap_serve.messages import (
+    AbortRequest,
+    Ended,
+    Failure,
+    GenerateRequest,
+    StreamOpen,
+    TokenOutput,
+    pack_ids,
+    unpack_ids,
+)
+from overlap_serve.sampling import AbortCause, FinishReason
+from overlap_serve.scheduler import policy
+from overlap_serve.scheduler.req import Group, Req, ReqState
+from overlap_serve.step import Join, StepPlan, StepResult
+
+CONTEXT_TOKENS = 16  # last prompt ids that the detokenizer gets as left context
+INFINITY = float("inf")
+SCAN_LIMIT = 16  # waiting requests that are tried in one step when those before them do not fit
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Sizes and bounds; see `ServeConfig` for the meaning of each."""
+
+    num_pages: int
+    page_size: int
+    num_slots: int
+    max_model_len: int
+    vocab_size: int
+    max_step_tokens: int
+    max_waiting: int
+    max_decode_gap_steps: int
+    max_prefill_wait_steps: int
+    max_bypass: int
+    growth_tokens: int = 32
+
+    @property
+    def capacity_tokens(self) -> int:
+        return self.num_pages * self.page_size
+
+
+@dataclass
+class Outputs:
+    """What a call made: token outputs with the detokenizer they go to, requests that ended, times to observe (seconds)."""
+
+    tokens: list[tuple[str, TokenOutput]] = field(default_factory=list)
+    ended: list[Ended] = field(default_factory=list)
+
+
+class Counters(msgspec.Struct):
+    """Monotone counts since the start."""
+
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    generated_tokens: int = 0
+    discarded_tokens: int = 0
+    queried_tokens: int = 0
+    hit_tokens: int = 0
+    preemptions: int = 0
+
+
+class Times(NamedTuple):
+    """Phases of a choice that ended, in seconds; None where it never got there."""
+
+    queue_s: float | None
+    prefill_s: float | None
+    decode_s: float | None
+
+
+class _Planned(NamedTuple):
+    step: int
+    rows: list[tuple[Req, bool]]  # (row, sampled)
+
+
+class _Decode(NamedTuple):
+    """The decode part of a plan. pressed: pages are short, so nobody is admitted in this step."""
+
+    rows: list[Req]  # in join order
+    skipped: list[Req]
+    new_pages: list[tuple[int, int]]
+    prefill_tokens: int
+    pressed: bool
+
+
+class Scheduler:
+    """Owns every request of one engine, its pages and slots. Not thread-safe: the loop's thread calls it."""
+
+    def __init__(self, limits: Limits, cache: PrefixCache, endpoint: str = "") -> None:
+        self.limits = limits
+        self.counters = Counters()
+        self.draining = False
+        self.times: list[Times] = []  # of choices that ended since the reader last cleared it
+        self._cache = cache
+        self._endpoint = endpoint
+        self._pages = PagePool(limits.num_pages)
+        self._slots = SlotPool(limits.num_slots)
+        self._groups: dict[str, Group] = {}
+        self._waiting: list[Req] = []  # sorted by key
+        self._running: dict[Req, None] = {}  # in join order, which is row order
+        self._leaving: dict[Req, None] = {}  # ended or preempted, held by a step in flight
+        self._leaves: list[int] = []  # slots that the engine must drop with the next plan
+        self._inflight: deque[_Planned] = deque()
+        self._next_step = 0
+        self._next_seq = 0
+        self.last_step_tokens = 0
+        self._prefill_wait = 0
+        self._nearest_deadline = INFINITY
+
+    # -- what others may ask
+
+    @property
+    def num_running(self) -> int:
+        return len(self._running)
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self._waiting)
+
+    @property
+    def num_open(self) -> int:
+        """Requests that have not ended."""
+        return len(self._groups)
+
+    @property
+    def at_rest(self) -> bool:
+        return not (self._groups or self._leaving or self._inflight)
+
+    def waiting_by_reason(self) -> dict[str, int]:
+        """queue: next in line; capacity: did not fit; prefix: waits for its first choice's prompt."""
+        counts = {"queue": 0, "capacity": 0, "prefix": 0}
+        for req in self._waiting:
+            counts["prefix" if self._waits_for_sibling(req) else "capacity" if req.bypassed else "queue"] += 1
+        return counts
+
+    def pages_by_state(self) -> dict[str, int]:
+        """free + cached + owned == total (invariant 5): `owned` is counted from the requests, not derived."""
+        owned = sum(len(req.pages) - req.num_shared for req in (*self._running, *self._leaving))
+        return {"free": self._pages.num_free, "cached": self._cache.num_cached, "owned": owned}
+
+    def check_accounting(self) -> None:
+        """Invariant 5, and at rest: nothing owned, nothing locked, every slot free. Raises AssertionError."""
+        pages = self.pages_by_state()
+        assert sum(pages.values()) == self.limits.num_pages, f"pages do not add up: {pages} of {self.limits.num_pages}"
+        if self.at_rest:
+            assert pages["owned"] == 0 and self._cache.num_evictable == self._cache.num_cached, f"leak at rest: {pages}"
+            assert self._slots.num_free == self.limits.num_slots, "a slot leaked"
+
+    @property
+    def next_deadline(self) -> float:
+        """No request expires before this time (infinity: none has a deadline)."""
+        return self._nearest_deadline
+
+    # -- messages
+
+    def handle(self, message: GenerateRequest | AbortRequest, now: float) -> Outputs:
+        """Accept, refuse or abort. Every accepted request ends exactly once, also on refusal."""
+        out = Outputs()
+        if isinstance(message, AbortRequest):
+            group = self._groups.get(message.rid)
+            if group is not None:
+                self._abort(group, message.cause, message.choice, now, out)
+            return out
+        earlier = self._groups.get(message.rid)
+        if earlier is not None:
+            self._abort(earlier, "client", None, now, out)
+        self._accept(message, now, out)
+        return out
+
+    def expire(self, now: float) -> Outputs:
+        """End requests whose deadline has passed."""
+        out = Outputs()
+        if now >= self._nearest_deadline:
+            for group in [g for g in self._groups.values() if g.deadline <= now]:
+                self._abort(group, "deadline", None, now, out)
+            self._nearest_deadline = min((g.deadline for g in self._groups.values()), default=INFINITY)
+        return out
+
+    def abort_all(self, cause: AbortCause, now: float) -> Outputs:
+        out = Outputs()
+        for group in list(self._groups.values()):
+            self._abort(group, cause, None, now, out)
+        return out
+
+    def fail_all(self, failure: Failure, now: float) -> Outputs:
+        """The engine is gone: every open request ends with `failure`."""
+        out = Outputs()
+        for group in list(self._groups.values()):
+            for req in [r for r in group.reqs if r.finish is None]:
+                self._end(req, "error", failure.code, now, out, failure=failure)
+        return out
+
+    def _accept(self, request: GenerateRequest, now: float, out: Outputs) -> None:
+        group = Group(request, self._next_seq, now)
+        self._next_seq += 1
+        self._groups[request.rid] = group
+        self._nearest_deadline = min(self._nearest_deadline, group.deadline)
+        prompt = unpack_ids(request.prompt)
+        limit = min(len(prompt) + request.sampling.max_tokens, self.limits.max_model_len, self.limits.capacity_tokens)
+        group.reqs = [Req(group, choice, prompt, limit) for choice in range(request.n)]
+        failure = self._refusal(prompt)
+        for req in group.reqs:
+            if failure is not None:
+                self._end(req, "error", failure.code, now, out, failure=failure)
+            elif len(req.tokens) >= limit:
+                self._end(req, "length", None, now, out)
+            else:
+                insort(self._waiting, req, key=lambda r: r.key)
+
+    def _refusal(self, prompt: list[int]) -> Failure | None:
+        """Checked at the ingress before; here again, because replicas may differ and nothing may wedge the engine."""
+        n, limits = len(prompt), self.limits
+        if n == 0:
+            return Failure("empty_prompt", "the prompt has no tokens; send at least one", 400)
+        if min(prompt) < 0 or max(prompt) >= limits.vocab_size:
+            return Failure("invalid_token_id", f"prompt token ids must be in 0..{limits.vocab_size - 1}", 400)
+        if n >= limits.max_model_len or n + 1 > limits.capacity_tokens:
+            length = min(limits.max_model_len, limits.capacity_tokens)
+            text = f"This model's maximum context length is {length} tokens, the prompt has {n}; shorten it"
+            return Failure("context_length_exceeded", text, 400)
+        if self.draining:
+            return Failure("server_draining", "this server is shutting down; retry on another", 503)
+        if len(self._waiting) >= limits.max_waiting:
+            return Failure("queue_full", f"{len(self._waiting)} requests wait already; retry later", 429)
+        return None
+
+    def _abort(self, group: Group, cause: AbortCause, choice: int | None, now: float, out: Outputs) -> None:
+        finish: FinishReason = "stop" if cause == "stop" else "abort"
+        for req in group.reqs:
+            if req.finish is None and choice in (None, req.choice):
+                self._end(req, finish, cause, now, out)
+
+    # -- plan
+
+    def plan(self, now: float) -> StepPlan | None:
+        """The next step, or None if nothing can run. Rows that have nothing to plan any more leave with the plan after it."""
+        decode = self._plan_decode()
+        chunks, joins = self._plan_prefill(decode, now)
+        rows = [(req, self._advance(req, length)) for req, length in chunks.items()]
+        rows += [(req, self._advance(req, 1)) for req in decode.rows]
+        if not rows:
+            return None
+        plan = StepPlan(
+            step=self._next_step,
+            leaves=tuple(self._leaves),
+            joins=tuple(joins),
+            new_pages=tuple(decode.new_pages),
+            chunks=tuple((req.slot, length) for req, length in chunks.items()),
+            skips=tuple(req.slot for req in decode.skipped),
+        )
+        self._inflight.append(_Planned(plan.step, rows))
+        self._leaves = []
+        self._next_step += 1
+        self.last_step_tokens = sum(chunks.values()) + len(decode.rows)
+        for req, _ in rows:
+            if req.exhausted:
+                self._leave(req)
+        return plan
+
+    def _advance(self, req: Req, length: int) -> bool:
+        """Count the row's tokens as computed; True if it samples."""
+        req.num_computed += length
+        samples = req.num_computed == req.num_planned
+        req.num_pending += samples
+        req.inflight += 1
+        return samples
+
+    def _plan_decode(self) -> _Decode:
+        """Choose decode rows, give them their pages, and preempt where pages run out (ADR-0003, ADR-0011)."""
+        ready = [req for req in self._running if req.todo == 1]
+        prefilling = len(self._running) > len(ready)
+        wants_prefill = prefilling or (bool(self._waiting) and self._slots.num_free > 0)
+        starved = sum(req.num_skipped >= self.limits.max_decode_gap_steps for req in ready)
+        split = policy.split_budget(
+            self.limits.max_step_tokens,
+            len(ready),
+            wants_prefill,
+            self._prefill_wait >= self.limits.max_prefill_wait_steps,
+            starved,
+        )
+        self._prefill_wait = self._prefill_wait + 1 if wants_prefill and split.prefill_tokens == 0 else 0
+        chosen = ready
+        if split.decode_rows < len(ready):
+            longest_gap = sorted(ready, key=lambda req: -req.num_skipped)[: split.decode_rows]
+            chosen = [req for req in ready if req in set(longest_gap)]
+        new_pages, short = self._grow(chosen)
+        if short or self._headroom(chosen) < 0:
+            self._relieve(chosen, short)
+            retried, short = self._grow([req for req in short if req.state is ReqState.RUNNING])
+            new_pages += retried
+        waiting_for_page = set(short)
+        rows = [req for req in chosen if req.state is ReqState.RUNNING and req not in waiting_for_page]
+        running = set(rows)
+        skipped = [req for req in ready if req.state is ReqState.RUNNING and req not in running]
+        for req in skipped:
+            req.num_skipped += 1
+        for req in rows:
+            req.num_skipped = 0
+        granted = [(req.slot, page) for req, page in new_pages if req in running]
+        return _Decode(rows, skipped, granted, split.prefill_tokens, bool(short))
+
+    def _needs_page(self, req: Req, ahead: int = 0) -> bool:
+        return (req.num_computed + ahead) // self.limits.page_size >= len(req.pages)
+
+    def _grow(self, rows: list[Req]) -> tuple[list[tuple[Req, int]], list[Req]]:
+        """Give each row the page of its next position, oldest first; return the new pages and the rows that got none."""
+        new_pages: list[tuple[Req, int]] = []
+        short: list[Req] = []
+        for req in sorted((r for r in rows if self._needs_page(r)), key=lambda r: r.key):
+            if self._available() > 0:
+                [page] = self._take_pages(1)
+                req.pages.append(page)
+                new_pages.append((req, page))
+            else:
+                short.append(req)
+        return new_pages, short
+
+    def _may_end(self, req: Req) -> bool:
+        """A step in flight may turn out to be its last one."""
+        masked = req.num_planned - req.prompt_len <= req.group.request.sampling.min_tokens
+        return req.inflight > 0 and bool(req.end_ids) and not masked
+
+    def _headroom(self, rows: list[Req]) -> int:
+        """Pages left for the step after this one, counting those that come back late; below 0: preempt now, one step ahead."""
+        needed = sum(
+            self._needs_page(req, 1) and req.num_planned + 1 < req.limit and not self._may_end(req) for req in rows
+        )
+        return self._available() + self._incoming() - needed
+
+    def _relieve(self, rows: list[Req], short: list[Req]) -> None:
+        """Preempt the newest rows until what is short is covered. Never the oldest, and never in favour of a row that may
+        turn out to be finished: that one sits out a step, and then it is certain."""
+        missing = sum(not self._may_end(req) for req in short) - self._headroom(rows)
+        victims = sorted(self._running, key=lambda req: req.key)[1:]
+        while missing > 0 and victims:
+            victim = victims.pop()
+            missing -= len(victim.pages) - victim.num_shared + (victim in short)
+            self.counters.preemptions += 1
+            victim.num_preempted += 1
+            self._leave(victim)
+            if victim.inflight == 0:
+                self._release(victim)
+
+    def _plan_prefill(self, decode: _Decode, now: float) -> tuple[dict[Req, int], list[Join]]:
+        """Chunks of rows in prefill, oldest first, then admissions, within the budget that decode left."""
+        budget = decode.prefill_tokens
+        chunks: dict[Req, int] = {}
+        joins: list[Join] = []
+        rows = sorted((req for req in self._running if req.todo > 1), key=lambda req: req.key)
+        for i, req in enumerate(rows):
+            if budget > 0:
+                others_wait = i == 0 and (len(rows) > 1 or bool(self._waiting))
+                chunks[req] = policy.oldest_chunk(req.todo, budget, others_wait)
+                budget -= chunks[req]
+        while budget > 0 and not decode.pressed and (admitted := self._admit(now)) is not None:
+            joins.append(self._join(admitted))
+            others_wait = not chunks and bool(self._waiting)
+            chunks[admitted] = policy.oldest_chunk(admitted.todo, budget, others_wait)
+            budget -= chunks[admitted]
+        for req in chunks:  # what nobody else wanted goes to the oldest
+            extra = min(budget, req.todo - chunks[req])
+            chunks[req] += extra
+            budget -= extra
+        return chunks, joins
+
+    # -- admission
+
+    def _admit(self, now: float) -> Req | None:
+        """Take the first waiting request that fits, with its pages and slot. Small ones may pass a big one, a bounded number
+        of times; then everything that comes free is kept for it."""
+        if self._slots.num_free == 0:
+            return None
+        blocked: list[Req] = []
+        for req in self._waiting:
+            if self._waits_for_sibling(req):
+                continue
+            if self._take_room(req):
+                for passed in blocked:
+                    passed.bypassed += 1
+                self._waiting.remove(req)
+                self._start(req, now)
+                return req
+            blocked.append(req)
+            if req.bypassed >= self.limits.max_bypass or len(blocked) >= SCAN_LIMIT:
+                return None
+        return None
+
+    def _waits_for_sibling(self, req: Req) -> bool:
+        """Choices of one prompt wait until the first has put the prompt into the prefix cache, so that it is computed once."""
+        first = req.group.reqs[0]
+        return (
+            self._cache.shares
+            and req is not first
+            and first.finish is None
+            and first.first_token is None
+            and req.prompt_len > self.limits.page_size
+        )
+
+    def _take_room(self, req: Req) -> bool:
+        """Lock the cached prefix and take pages for all known tokens, if that leaves room for rows that run (no worst case)."""
+        page_size = self.limits.page_size
+        num_tokens = len(req.tokens)
+        match = self._cache.match(req.tokens.tobytes(), self._salt(req), (num_tokens - 1) // page_size)
+        match = self._cache.lock(match)
+        needed = -(-num_tokens // page_size) - len(match.pages)
+        margin = 0
+        if self._running or self._leaving:
+            growth = self.limits.growth_tokens
+            margin = policy.growth_pages(len(self._running), growth, page_size)
+            margin += policy.own_margin_pages(req.limit - num_tokens, req.num_preempted, growth, page_size)
+        if needed + margin > self._available():
+            self._cache.unlock(match)
+            return False
+        req.lock = match
+        req.num_shared = len(match.pages)
+        req.pages = [*match.pages, *self._take_pages(needed)]
+        req.num_computed = len(match.pages) * page_size
+        return True
+
+    def _start(self, req: Req, now: float) -> None:
+        [req.slot] = self._slots.take(1)
+        req.state = ReqState.RUNNING
+        req.bypassed = 0
+        self._running[req] = None
+        self.counters.queried_tokens += len(req.tokens)
+        self.counters.hit_tokens += req.num_computed
+        if req.first_scheduled is None:
+            req.first_scheduled = now
+            req.cached_tokens = min(req.num_computed, req.prompt_len)
+            self.counters.prompt_tokens += req.prompt_len
+            self.counters.cached_tokens += req.cached_tokens
+
+    def _join(self, req: Req) -> Join:
+        sampling = req.group.request.sampling
+        return Join(
+            slot=req.slot,
+            token_ids=req.tokens.tobytes(),
+            prompt_len=req.prompt_len,
+            start=req.num_computed,
+            pages=tuple(req.pages),
+            sampling=sampling,
+            choice=req.choice,
+        )
+
+    # -- result
+
+    def apply(self, result: StepResult, now: float) -> Outputs:
+        """Process the oldest step in flight: append tokens, decide who is finished, release what no step holds any more."""
+        planned = self._inflight.popleft()
+        assert planned.step == result.step, f"result of step {result.step}, expected {planned.step}"
+        out = Outputs()
+        ids = iter(result.token_ids)
+        for req, samples in planned.rows:
+            req.inflight -= 1
+            if samples:
+                req.num_pending -= 1
+                token = next(ids)
+                if req.finish is None:
+                    self._append(req, token, now, out)
+                else:
+                    self.counters.discarded_tokens += 1
+            if req.inflight == 0 and req.state is ReqState.LEAVING:
+                self._release(req)
+        return out
+
+    def _append(self, req: Req, token: int, now: float, out: Outputs) -> None:
+        req.tokens.append(token)
+        self.counters.generated_tokens += 1
+        if req.first_token is None:
+            req.first_token = now
+            self._share_prompt(req)
+        if token in req.end_ids:
+            is_stop_id = token in req.group.request.sampling.stop_token_ids
+            self._end(req, "stop", token if is_stop_id else None, now, out, (token,))
+        elif len(req.tokens) >= req.limit:
+            self._end(req, "length", None, now, out, (token,))
+        else:
+            self._emit(req, (token,), out)
+
+    def _share_prompt(self, req: Req) -> None:
+        """Hand the full pages of the prompt to the prefix cache while the request runs, and lock them there.
+
+        Where another request was first, keep our own copies instead: a running request never changes its pages (pains A17).
+        """
+        num_pages = req.prompt_len // self.limits.page_size
+        token_ids = req.tokens[: num_pages * self.limits.page_size].tobytes()
+        salt = self._salt(req)
+        if num_pages <= req.num_shared or len(self._cache.match(token_ids, salt, num_pages).pages) > req.num_shared:
+            return
+        if self._cache.insert(token_ids, req.pages[:num_pages], salt) == num_pages:
+            return
+        locked = self._cache.lock(self._cache.match(token_ids, salt, num_pages))
+        self._cache.unlock(req.lock)
+        req.lock, req.num_shared = locked, num_pages
+
+    # -- ends
+
+    def _end(
+        self,
+        req: Req,
+        finish: FinishReason,
+        stop_reason: int | str | None,
+        now: float,
+        out: Outputs,
+        token_ids: tuple[int, ...] = (),
+        failure: Failure | None = None,
+    ) -> None:
+        """The one place where a choice ends: its terminal output, its group, and what it holds."""
+        assert req.finish is None, "a choice ends once"
+        req.finish, req.stop_reason, req.failure = finish, stop_reason, failure
+        self._emit(req, token_ids, out)
+        self.times.append(_times(req, now))
+        if req.state is ReqState.WAITING:
+            if req in self._waiting:
+                self._waiting.remove(req)
+            req.state = ReqState.GONE
+        elif req.state is ReqState.RUNNING:
+            self._leave(req)
+            if req.inflight == 0:
+                self._release(req)
+        group = req.group
+        group.num_open -= 1
+        if group.num_open == 0:
+            del self._groups[group.request.rid]
+            out.ended.append(Ended(group.request.rid, group.request.attempt))
+
+    def _emit(self, req: Req, token_ids: tuple[int, ...], out: Outputs) -> None:
+        request = req.group.request
+        opening = None
+        if not req.opened:
+            req.opened = True
+            opening = StreamOpen(
+                ingress=request.route.ingress,
+                scheduler=self._endpoint,
+                text=request.text,
+                context=pack_ids(req.tokens[max(0, req.prompt_len - CONTEXT_TOKENS) : req.prompt_len].tolist()),
+                generated=request.generated[req.choice] if request.generated else b"",
+                prompt_tokens=req.prompt_len,
+                cached_tokens=max(0, req.cached_tokens),
+            )
+        output = TokenOutput(
+            rid=request.rid,
+            attempt=request.attempt,
+            choice=req.choice,
+            first_index=req.num_generated - len(token_ids),
+            token_ids=token_ids,
+            finish=req.finish,
+            stop_reason=req.stop_reason,
+            failure=req.failure,
+            open=opening,
+        )
+        out.tokens.append((request.route.detokenizer, output))
+
+    def _leave(self, req: Req) -> None:
+        """Out of the batch: the engine drops the slot with the next plan. Pages and slot stay until nothing in flight holds them."""
+        del self._running[req]
+        self._leaves.append(req.slot)
+        self._leaving[req] = None
+        req.state = ReqState.LEAVING
+
+    def _release(self, req: Req) -> None:
+        """Late release: return pages and slot; a preempted request waits again, in its old place."""
+        assert req.inflight == 0, "released under a step in flight"
+        page_size = self.limits.page_size
+        num_full = min(req.num_computed, len(req.tokens)) // page_size
+        known = self._cache.insert(req.tokens[: num_full * page_size].tobytes(), req.pages[:num_full], self._salt(req))
+        self._pages.give(req.pages[req.num_shared : known])
+        self._pages.give(req.pages[max(num_full, req.num_shared) :])
+        self._cache.unlock(req.lock)
+        self._slots.give([req.slot])
+        del self._leaving[req]
+        req.lock, req.num_shared, req.pages, req.slot, req.num_computed = NO_MATCH, 0, [], -1, 0
+        if req.finish is None:
+            req.state = ReqState.WAITING
+            insort(self._waiting, req, key=lambda r: r.key)
+        else:
+            req.state = ReqState.GONE
+
+    # -- pages
+
+    def _available(self) -> int:
+        return self._pages.num_free + self._cache.num_evictable
+
+    def _incoming(self) -> int:
+        """Pages that will come back when the steps in flight are processed."""
+        return sum(len(req.pages) - req.num_shared for req in self._leaving)
+
+    def _take_pages(self, count: int) -> list[int]:
+        if count > self._pages.num_free:
+            self._pages.give(self._cache.evict(count - self._pages.num_free))
+        return self._pages.take(count)
+
+    def _salt(self, req: Req) -> str:
+        return req.group.request.cache_salt
+
+
+def _times(req: Req, now: float) -> Times:
+    begin, first = req.first_scheduled, req.first_token
+    return Times(
+        queue_s=None if begin is None else begin - req.group.arrived,
+        prefill_s=None if begin is None or first is None else first - begin,
+        decode_s=None if first is None else now - first,
+    )
