@@ -10,6 +10,7 @@ import hmac
 import logging
 import time
 from collections.abc import Callable
+from typing import Protocol
 
 import msgspec
 import zmq
@@ -25,6 +26,18 @@ Count = Callable[[str, int], None]
 
 def _ignore(hop: str, count: int) -> None:
     return None
+
+
+class Receiver(Protocol):
+    """What a loop needs of an inbox."""
+
+    def drain(self, timeout_s: float | None = 0.0) -> list[Message]: ...
+
+
+class Sender(Protocol):
+    """What a loop needs of an outbox."""
+
+    def send(self, endpoint: str, messages: list[Message]) -> bool: ...
 
 
 class Inbox:

@@ -29,8 +29,9 @@ class SteppedEvent:
 
 
 class SteppedStream:
-    def __init__(self, owner: SteppedStreams, eager: bool) -> None:
+    def __init__(self, owner: SteppedStreams, name: str, eager: bool) -> None:
         self._owner = owner
+        self._name = name
         self._eager = eager
         self._queue: deque[Work | SteppedEvent] = deque()
         self._error: BaseException | None = None
@@ -61,10 +62,12 @@ class SteppedStream:
         if isinstance(item, SteppedEvent):
             item.reached = True
         elif self._error is None:
+            caller, self._owner.running = self._owner.running, self._name
             try:
                 item()
             except BaseException as error:
                 self._error = error
+            self._owner.running = caller
         return True
 
     def run_until(self, event: SteppedEvent) -> None:
@@ -89,9 +92,10 @@ class SteppedStreams:
         self._eager = eager
         self._rng = rng
         self._streams: list[SteppedStream] = []
+        self.running = ""  # name of the stream whose work runs now; "" is the host
 
     def new_stream(self, name: str) -> SteppedStream:
-        stream = SteppedStream(self, name in self._eager)
+        stream = SteppedStream(self, name, name in self._eager)
         self._streams.append(stream)
         return stream
 
