@@ -101,11 +101,18 @@ def oracle(request: GenerateRequest, choice: int, limits: Limits, eos_every: int
 class CheckedEngine(FakeEngine):
     """The fake engine, watching who touches device state (invariant 2) and that page table entries stay (pains A17)."""
 
-    def __init__(self, streams: StreamFactory, **sizes: int) -> None:
+    def __init__(self, streams: StreamFactory, limits: Limits, eos_every: int) -> None:
         self._streams = streams
         self._entries: dict[tuple[int, int], int] = {}
         self.rows_log: list[tuple[list[int], list[int], list[int]]] = []
-        super().__init__(streams, **sizes)
+        super().__init__(
+            streams,
+            num_slots=limits.num_slots,
+            num_pages=limits.num_pages,
+            page_size=limits.page_size,
+            max_model_len=limits.max_model_len,
+            eos_every=eos_every,
+        )
 
     @property
     def state(self) -> DeviceState:
@@ -237,14 +244,7 @@ def run_case(
     limits = case.limits
     radix = RadixCache(limits.page_size) if case.cache == "radix" else None
     scheduler = scheduler_class(limits, radix if radix is not None else NoPrefixCache())
-    engine = engine_class(
-        make_streams(streams, case.seed),
-        num_slots=limits.num_slots,
-        num_pages=limits.num_pages,
-        page_size=limits.page_size,
-        max_model_len=limits.max_model_len,
-        eos_every=case.eos_every,
-    )
+    engine = engine_class(make_streams(streams, case.seed), limits, case.eos_every)
     checker = _Checker(scheduler, engine, radix)
     inbox = ScriptedInbox(case.script, checker.check, case.round_limit)
     ledger = ledger_class()
