@@ -131,6 +131,11 @@ class ServeConfig(_Strict):
             raise ValueError(
                 "load_format: dummy needs `model` to be a folder or hub id with a config.json, not a pypi: model"
             )
+        if self.max_step_tokens <= self.max_running_requests:
+            raise ValueError(
+                f"max_step_tokens is {self.max_step_tokens}, max_running_requests {self.max_running_requests}: a step must hold "
+                "a token of every running request and some of a prompt; raise max_step_tokens above max_running_requests"
+            )
         if self.tensor_parallel_size > 1:
             raise ValueError(
                 f"tensor_parallel_size is {self.tensor_parallel_size}; this version runs one rank per scheduler replica, "

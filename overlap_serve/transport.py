@@ -52,12 +52,15 @@ class Inbox:
         self._socket.setsockopt(zmq.LINGER, 0)
         self._socket.setsockopt(zmq.RCVHWM, SEND_HWM)
         self._socket.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
-        if address.startswith("tcp://") and address.count(":") == 1:
-            port = self._socket.bind_to_random_port(address)
-            self.endpoint = f"{address}:{port}"
-        else:
-            self._socket.bind(address)
-            self.endpoint = address
+        try:
+            if address.startswith("tcp://") and address.count(":") == 1:
+                self.endpoint = f"{address}:{self._socket.bind_to_random_port(address)}"
+            else:
+                self._socket.bind(address)
+                self.endpoint = address
+        except zmq.ZMQError:
+            self._socket.close()
+            raise
         self.num_refused = 0
 
     def fileno(self) -> int:
@@ -106,6 +109,7 @@ class Outbox:
         sent: Count = _ignore,
         dropped: Count = _ignore,
         idle_s: float = 600.0,
+        send_hwm: int = SEND_HWM,
         context: zmq.Context[zmq.Socket[bytes]] | None = None,
     ) -> None:
         self._key = key
@@ -113,11 +117,15 @@ class Outbox:
         self._sent = sent
         self._dropped = dropped
         self._idle_s = idle_s
+        self._send_hwm = send_hwm
         self._context = context or zmq.Context.instance()
         self._sockets: dict[str, tuple[zmq.Socket[bytes], float]] = {}
 
     def send(self, endpoint: str, messages: list[Message]) -> bool:
-        """One payload for one peer. False when its queue is full: the messages are dropped and counted."""
+        """One payload for one peer. False when its queue is full: the messages are dropped and counted.
+
+        Raises zmq.ZMQError if `endpoint` is not an address.
+        """
         now = time.monotonic()
         socket = self._sockets[endpoint][0] if endpoint in self._sockets else self._connect(endpoint)
         self._sockets[endpoint] = (socket, now)
@@ -139,12 +147,16 @@ class Outbox:
         self._forget_idle()
         socket = self._context.socket(zmq.PUSH)
         socket.setsockopt(zmq.LINGER, 1000)  # ms; terminal outputs sent at shutdown still leave
-        socket.setsockopt(zmq.SNDHWM, SEND_HWM)
+        socket.setsockopt(zmq.SNDHWM, self._send_hwm)
         socket.setsockopt(zmq.RECONNECT_IVL, 20)
         socket.setsockopt(zmq.RECONNECT_IVL_MAX, 500)
         socket.setsockopt(zmq.HEARTBEAT_IVL, 1000)
         socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, 30_000)
-        socket.connect(endpoint)
+        try:
+            socket.connect(endpoint)
+        except zmq.ZMQError:
+            socket.close()
+            raise
         return socket
 
     def _forget_idle(self) -> None:
