@@ -57,7 +57,7 @@ def test_drain_without_a_timeout_does_not_wait(inbox: Inbox) -> None:
     ],
 )
 def test_foreign_and_malformed_messages_are_refused_and_do_no_harm(inbox: Inbox, frames: list[bytes]) -> None:
-    intruder = zmq.Context.instance().socket(zmq.PUSH)
+    intruder: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.PUSH)
     intruder.setsockopt(zmq.LINGER, 1000)
     intruder.connect(inbox.endpoint)
     intruder.send_multipart(frames)
