@@ -117,6 +117,8 @@ class TextDelta(msgspec.Struct, frozen=True, array_like=True, tag="text"):
 
     num_tokens: generated tokens of the choice so far, counted at the cut (usage). Terminal when `finish` is set.
     scheduler, prompt_tokens and cached_tokens repeat StreamOpen on the first delta of a choice (empty string and -1 later).
+    text_offset: characters of the choice's text before `text`, or -1 if not said. Smaller than what was delivered only after a
+    migration: the ids of held-back text are not released, but text before it may have been; the ingress skips the difference.
     """
 
     rid: str
@@ -132,6 +134,7 @@ class TextDelta(msgspec.Struct, frozen=True, array_like=True, tag="text"):
     scheduler: str = ""
     prompt_tokens: int = -1
     cached_tokens: int = -1
+    text_offset: int = -1
 
 
 class Ended(msgspec.Struct, frozen=True, array_like=True, tag="ended"):
