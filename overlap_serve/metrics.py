@@ -80,6 +80,9 @@ class IngressMetrics:
         self.open = Gauge("overlap_open_requests", "admitted and not ended", list(labels), registry=registry).labels(
             **labels
         )
+        self.late_deltas = counter("overlap_late_deltas_total", "deltas of requests that had ended, dropped").labels(
+            **labels
+        )
         self.ttft = histogram("overlap_time_to_first_token_seconds", "arrival to first text", SECONDS).labels(**labels)
         self.itl = histogram("overlap_inter_token_latency_seconds", "between deltas, per token", SECONDS).labels(
             **labels

@@ -1,0 +1,222 @@
+"""The HTTP API around a `Frontend`: thin routes. What a request means is decided below; here it gets its status line.
+
+No Ray. `build_http_app` is called inside the ingress replica, and by tests.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Literal
+
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from pydantic.json_schema import models_json_schema
+from starlette.exceptions import HTTPException
+from starlette.responses import Response
+
+from deployments.asgi import (
+    CLIENT_CLOSED,
+    ClientGone,
+    EventStream,
+    Gate,
+    JsonResponse,
+    disconnected,
+    error_response,
+    read_body,
+    request_id,
+    set_request_id,
+    until,
+)
+from overlap_serve import __version__
+from overlap_serve.errors import (
+    InternalError,
+    InvalidRequest,
+    MethodNotAllowed,
+    NotFound,
+    RequestError,
+    UnsupportedMediaType,
+)
+from overlap_serve.openai.protocol import ChatRequest, CompletionRequest, parse_json, parse_timeout_ms
+from overlap_serve.runtime.frontend import Call, Frontend
+from overlap_serve.runtime.prepare import Body
+from overlap_serve.runtime.reply import Reply
+
+HEALTH_PATHS = ("/health", "/health/ready", "/health/live")
+CONTROL_BODY_BYTES = 64 * 1024
+METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+Kind = Literal["chat", "completion"]
+SCHEMA_REF = "#/components/schemas/{model}"
+
+
+def build_http_app(frontend: Frontend) -> FastAPI:
+    """All routes of http-api sections 1 to 9, 12 and 13 around a started frontend."""
+    app = _Api(
+        title="overlap_serve",
+        version=__version__,
+        description="An LLM inference server with an OpenAI-compatible API.",
+        redirect_slashes=False,
+    )
+    routes = _Routes(frontend)
+    app.add_api_route("/v1/chat/completions", routes.chat, methods=["POST"], openapi_extra=_body_of(ChatRequest))
+    app.add_api_route("/v1/completions", routes.completion, methods=["POST"], openapi_extra=_body_of(CompletionRequest))
+    app.add_api_route("/v1/models", routes.models, methods=["GET"])
+    app.add_api_route("/v1/models/{model:path}", routes.model, methods=["GET"])
+    app.add_api_route("/v1/abort", routes.abort, methods=["POST"])
+    for path in HEALTH_PATHS:
+        handler = routes.live if path.endswith("live") else routes.ready
+        app.add_api_route(path, handler, methods=["GET", "HEAD"], include_in_schema=False)
+        app.add_api_route(path, handler, methods=["GET"])  # for the schema only: one route, one operation
+    app.add_api_route("/version", routes.version, methods=["GET"])
+    app.add_api_route("/metrics", routes.metrics, methods=["GET"])
+    app.add_exception_handler(RequestError, _on_request_error)
+    app.add_exception_handler(HTTPException, _on_http_exception)
+    app.add_exception_handler(RequestValidationError, _on_validation_error)
+    app.add_exception_handler(ClientGone, _on_client_gone)
+    open_paths = HEALTH_PATHS if frontend.config.protect_metrics else (*HEALTH_PATHS, "/metrics", "/version")
+    app.add_middleware(Gate, keys=frontend.config.api_keys, open_paths=frozenset(open_paths))
+    return app
+
+
+class _Routes:
+    """The handlers; each waits for the frontend and for nothing else."""
+
+    def __init__(self, frontend: Frontend) -> None:
+        self._frontend = frontend
+        self._config = frontend.config
+
+    async def chat(self, request: Request) -> Response:
+        """Chat completion, streamed or not."""
+        return await self._generate(request, "chat")
+
+    async def completion(self, request: Request) -> Response:
+        """Text completion, streamed or not."""
+        return await self._generate(request, "completion")
+
+    async def models(self) -> Response:
+        """The models of this server; also while they load."""
+        return JsonResponse(self._frontend.models())
+
+    async def model(self, model: str) -> Response:
+        """One model; its name may hold slashes."""
+        return JsonResponse(self._frontend.model(model))
+
+    async def abort(self, request: Request) -> Response:
+        """Abort requests of this ingress replica: `{"request_id": "..."}`, or `{"all": true}`."""
+        fields = parse_json(await self._body(request, CONTROL_BODY_BYTES))
+        label = fields.get("request_id")
+        if fields.get("all") is True and label is None:
+            return JsonResponse({"aborted": self._frontend.abort(None)})
+        if not isinstance(label, str):
+            raise InvalidRequest(
+                'send {"request_id": "..."} or {"all": true}', code="missing_required_parameter", param="request_id"
+            )
+        return JsonResponse({"aborted": self._frontend.abort(label)})
+
+    async def ready(self) -> Response:
+        """200 while this server would take a request."""
+        return _health(*self._frontend.health_ready())
+
+    async def live(self) -> Response:
+        """200 while this process works; for restart decisions."""
+        return _health(*self._frontend.health_live())
+
+    async def version(self) -> Response:
+        """Version of the server."""
+        return JsonResponse({"version": __version__, "commit": None})
+
+    async def metrics(self) -> Response:
+        """Prometheus metrics of the whole application."""
+        return Response(await self._frontend.metrics(), headers={"content-type": METRICS_TYPE})
+
+    async def _generate(self, request: Request, kind: Kind) -> Response:
+        started: list[Reply] = []
+        try:
+            call, body = await self._read(request, kind)
+            return await until(self._respond(request, body, call, started), disconnected(request.receive))
+        except BaseException:
+            for reply in started:
+                reply.close()
+            raise
+
+    async def _read(self, request: Request, kind: Kind) -> tuple[Call, Body]:
+        try:
+            timeout = request.headers.get("x-request-timeout-ms")
+            timeout_s = None if timeout is None else parse_timeout_ms(timeout, self._config)
+            data = await self._body(request, self._config.max_body_bytes)
+        except RequestError as error:
+            self._frontend.reject(error)
+            raise
+        return Call(request_id(request), timeout_s), Body(kind, data)
+
+    async def _respond(self, request: Request, body: Body, call: Call, started: list[Reply]) -> Response:
+        """started: takes the reply as soon as there is one, so that it is closed whatever happens to this coroutine."""
+        reply = await self._frontend.submit(body, call)
+        started.append(reply)
+        set_request_id(request, reply.label)
+        await reply.first()
+        ignored = reply.request.ignored_fields
+        headers = {"x-ignored-fields": ",".join(ignored)} if ignored else {}
+        if not reply.request.stream:
+            return JsonResponse(await reply.body(), headers=headers)
+        events = reply.events(self._config.sse_ping_s)
+        return EventStream(events, reply.close, self._config.slow_client_timeout, headers)
+
+    async def _body(self, request: Request, limit: int) -> bytes:
+        media_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+        if media_type != "application/json":
+            raise UnsupportedMediaType("the body must be JSON, declared as content-type: application/json")
+        return await read_body(request, limit)
+
+
+def _health(status: int, body: Mapping[str, object]) -> Response:
+    headers = {"cache-control": "no-store"}
+    if status == 503:
+        headers["retry-after"] = "1"
+    return JsonResponse(body, status, headers)
+
+
+async def _on_request_error(request: Request, error: Exception) -> Response:
+    assert isinstance(error, RequestError)
+    return error_response(error)
+
+
+async def _on_http_exception(request: Request, error: Exception) -> Response:
+    """What the router found: no such path, or not with this method."""
+    assert isinstance(error, HTTPException)
+    if error.status_code == 404:
+        return error_response(NotFound("there is no such route; /docs lists them", code="unknown_url"))
+    if error.status_code == 405:
+        allowed = dict(error.headers or {})
+        methods = next((value for name, value in allowed.items() if name.lower() == "allow"), "")
+        return error_response(MethodNotAllowed(f"this route takes {methods}, not {request.method}"), allowed)
+    refused = InvalidRequest(str(error.detail)) if error.status_code < 500 else InternalError("the server failed")
+    refused.http_status = error.status_code
+    return error_response(refused, error.headers)
+
+
+async def _on_validation_error(request: Request, error: Exception) -> Response:
+    assert isinstance(error, RequestValidationError)
+    return error_response(InvalidRequest("a parameter in the path or the query is not valid"))
+
+
+async def _on_client_gone(request: Request, error: Exception) -> Response:
+    return Response(status_code=CLIENT_CLOSED)
+
+
+class _Api(FastAPI):
+    """Adds the request models to the schema: the routes take raw bodies, because a wrong body has an envelope of its own."""
+
+    def openapi(self) -> dict[str, Any]:
+        first = self.openapi_schema is None
+        schema = super().openapi()
+        if first:
+            _, definitions = models_json_schema(
+                [(ChatRequest, "validation"), (CompletionRequest, "validation")], ref_template=SCHEMA_REF
+            )
+            schema.setdefault("components", {}).setdefault("schemas", {}).update(definitions["$defs"])
+        return schema
+
+
+def _body_of(model: type[ChatRequest] | type[CompletionRequest]) -> dict[str, Any]:
+    schema = {"$ref": SCHEMA_REF.format(model=model.__name__)}
+    return {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}}
