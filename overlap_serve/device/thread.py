@@ -44,13 +44,20 @@ class ThreadStream:
     The first exception poisons the stream: later work is skipped and every later event raises it, so a failed step is
     reported by its own event and cannot be overlooked.
     `enter` makes a context that the thread holds for its whole life (torch's inference_mode is thread-local).
+    `clock` is read in the thread, in seconds; `time.thread_time` keeps waits for the GIL out of `busy_s`.
     """
 
-    def __init__(self, name: str, enter: Callable[[], AbstractContextManager[object]] = nullcontext) -> None:
+    def __init__(
+        self,
+        name: str,
+        enter: Callable[[], AbstractContextManager[object]] = nullcontext,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
         self._queue: SimpleQueue[tuple[Work, bool] | ThreadEvent | None] = SimpleQueue()
         self._error: BaseException | None = None
         self._busy_s = 0.0
         self._enter = enter
+        self._clock = clock
         self._thread = threading.Thread(target=self._run, name=f"stream-{name}", daemon=True)
         self._thread.start()
 
@@ -82,13 +89,13 @@ class ThreadStream:
                     self._work(*item)
 
     def _work(self, work: Work, counts: bool) -> None:
-        begin = time.perf_counter()
+        begin = self._clock()
         try:
             work()
         except BaseException as error:
             self._error = error
         if counts:
-            self._busy_s += time.perf_counter() - begin
+            self._busy_s += self._clock() - begin
 
 
 class ThreadStreams:

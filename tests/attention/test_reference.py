@@ -1,0 +1,205 @@
+"""ReferenceAttention against a naive float64 attention, written from the definition.
+
+T tokens, N query heads, K kv heads, H head dim, C token places, L context.
+"""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from overlap_serve.attention.base import RowLayout
+from overlap_serve.attention.reference import MAX_PADDING, ReferenceAttention, split_rows
+
+TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 2e-2}
+
+
+class Cache:
+    """A paged cache with random contents, pages dealt in random order."""
+
+    def __init__(
+        self, contexts: list[int], page_size: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype
+    ) -> None:
+        generator = torch.Generator().manual_seed(sum(contexts) + page_size)
+        pages = [-(-context // page_size) for context in contexts]
+        num_pages = sum(pages) + 3
+        order = torch.randperm(num_pages, generator=generator).tolist()
+        self.page_size = page_size
+        self.page_table_SP = torch.full((len(contexts), max(pages) + 2), order[-1], dtype=torch.int32)
+        for slot, count in enumerate(pages):
+            self.page_table_SP[slot, :count] = torch.tensor(order[:count], dtype=torch.int32)
+            order = order[count:]
+        shape = (num_pages * page_size, num_kv_heads, head_dim)
+        self.k_CKH = torch.randn(shape, generator=generator).to(dtype)
+        self.v_CKH = torch.randn(shape, generator=generator).to(dtype)
+
+    def places(self, slot: int, length: int) -> list[int]:
+        table = self.page_table_SP[slot].tolist()
+        return [table[p // self.page_size] * self.page_size + p % self.page_size for p in range(length)]
+
+
+def naive(q_TNH: Tensor, k_LKH: Tensor, v_LKH: Tensor, start: int) -> np.ndarray:
+    """Softmax attention of tokens at positions start.. in float64, loop by loop."""
+    q, k, v = (x.double().numpy() for x in (q_TNH, k_LKH, v_LKH))
+    out = np.zeros_like(q)
+    group = q.shape[1] // k.shape[1]
+    for t in range(q.shape[0]):
+        for n in range(q.shape[1]):
+            seen = slice(0, start + t + 1)
+            scores = k[seen, n // group] @ q[t, n] / math.sqrt(q.shape[2])
+            weights = np.exp(scores - scores.max())
+            out[t, n] = (weights / weights.sum()) @ v[seen, n // group]
+    return out
+
+
+def layout(slots: list[int], starts: list[int], lengths: list[int]) -> RowLayout:
+    return RowLayout(np.array(slots), np.array(starts), np.array(lengths))
+
+
+def run_and_check(
+    rows: RowLayout,
+    *,
+    page_size: int,
+    heads: tuple[int, int] = (6, 2),
+    head_dim: int = 16,
+    dtype: torch.dtype = torch.float32,
+    group_tokens: int = 1024,
+    poison: bool = False,
+    device: str = "cpu",
+) -> None:
+    contexts = [0] * (int(rows.slots_B.max()) + 1)
+    for slot, start, length in zip(rows.slots_B, rows.starts_B, rows.lengths_B, strict=True):
+        contexts[slot] = int(start + length)
+    cache = Cache([max(1, context) for context in contexts], page_size, heads[1], head_dim, dtype)
+    k_before, v_before = cache.k_CKH.clone(), cache.v_CKH.clone()
+    written: list[int] = []
+    for slot, start, length in zip(rows.slots_B.tolist(), rows.starts_B, rows.lengths_B, strict=True):
+        written += cache.places(slot, int(start + length))[int(start) :]
+    if poison:
+        owned = {place for slot, context in enumerate(contexts) for place in cache.places(slot, context)}
+        others = [place for place in range(len(cache.k_CKH)) if place not in owned]
+        cache.k_CKH[others] = float("nan")
+        cache.v_CKH[others] = float("nan")
+    generator = torch.Generator().manual_seed(7)
+    num_tokens = rows.num_tokens
+    q_TNH = torch.randn((num_tokens, heads[0], head_dim), generator=generator).to(dtype)
+    k_TKH = torch.randn((num_tokens, heads[1], head_dim), generator=generator).to(dtype)
+    v_TKH = torch.randn((num_tokens, heads[1], head_dim), generator=generator).to(dtype)
+
+    backend = ReferenceAttention(*heads, head_dim, page_size, dtype, group_tokens=group_tokens)
+    k_cache_CKH, v_cache_CKH = cache.k_CKH.to(device), cache.v_CKH.to(device)
+    plan = backend.plan(rows, cache.page_table_SP.to(device))
+    for _ in range(2):  # a plan serves every layer of its step
+        out_TNH = backend.run(
+            q_TNH.to(device), k_TKH.to(device), v_TKH.to(device), k_cache_CKH, v_cache_CKH, plan
+        ).cpu()
+    cache.k_CKH, cache.v_CKH = k_cache_CKH.cpu(), v_cache_CKH.cpu()
+
+    assert out_TNH.shape == q_TNH.shape
+    assert torch.equal(cache.k_CKH[written], k_TKH)
+    assert torch.equal(cache.v_CKH[written], v_TKH)
+    kept = [place for place in range(len(k_before)) if place not in set(written)]
+    if not poison:
+        assert torch.equal(cache.k_CKH[kept], k_before[kept])
+        assert torch.equal(cache.v_CKH[kept], v_before[kept])
+    first = 0
+    for slot, start, length in zip(rows.slots_B.tolist(), rows.starts_B.tolist(), rows.lengths_B.tolist(), strict=True):
+        places = cache.places(slot, start + length)
+        tokens = slice(first, first + length)
+        expected = naive(q_TNH[tokens], cache.k_CKH[places], cache.v_CKH[places], start)
+        torch.testing.assert_close(
+            out_TNH[tokens].double(), torch.from_numpy(expected), rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype]
+        )
+        first += length
+
+
+MIXED = layout([3, 0, 5, 1, 4, 2], [0, 19, 7, 33, 0, 16], [9, 1, 5, 1, 1, 1])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("page_size", [1, 16])
+@pytest.mark.parametrize("heads", [(4, 4), (6, 2), (9, 3), (8, 1)], ids=str)
+def test_mixed_rows_equal_the_definition(heads: tuple[int, int], page_size: int, dtype: torch.dtype) -> None:
+    run_and_check(MIXED, page_size=page_size, heads=heads, dtype=dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("head_dim", [8, 64, 80, 128])
+def test_head_dims(head_dim: int, dtype: torch.dtype) -> None:
+    run_and_check(MIXED, page_size=16, head_dim=head_dim, dtype=dtype)
+
+
+@pytest.mark.parametrize("page_size", [1, 5, 16])
+def test_decode_rows_only(page_size: int) -> None:
+    run_and_check(layout([0, 1, 2, 3], [0, 31, 32, 2], [1, 1, 1, 1]), page_size=page_size)
+
+
+@pytest.mark.parametrize(("start", "length"), [(0, 1), (0, 40), (1, 40), (15, 2), (16, 16), (33, 7)])
+@pytest.mark.parametrize("page_size", [1, 16])
+def test_one_row(start: int, length: int, page_size: int) -> None:
+    run_and_check(layout([0], [start], [length]), page_size=page_size)
+
+
+def test_decode_rows_between_chunks_keep_their_places() -> None:
+    run_and_check(layout([0, 1, 2, 3, 4], [40, 3, 8, 0, 41], [1, 4, 1, 6, 1]), page_size=16)
+
+
+@pytest.mark.parametrize("group_tokens", [1, 50, 128])
+def test_decode_rows_in_several_groups(group_tokens: int) -> None:
+    slots = list(range(9))
+    run_and_check(layout(slots, [3, 60, 4, 61, 5, 200, 0, 59, 1], [1] * 9), page_size=16, group_tokens=group_tokens)
+
+
+@pytest.mark.parametrize("page_size", [1, 16])
+def test_stale_nan_outside_a_rows_own_context_never_reaches_it(page_size: int) -> None:
+    """Pages are not cleaned when they change hands: the last request may have left anything in them."""
+    run_and_check(MIXED, page_size=page_size, poison=True)
+
+
+def test_a_nan_row_leaves_its_neighbours_alone() -> None:
+    cache = Cache([20, 35], 16, 2, 16, torch.float32)
+    rows = layout([0, 1], [19, 34], [1, 1])
+    q, k, v = torch.randn(2, 6, 16), torch.randn(2, 2, 16), torch.randn(2, 2, 16)
+    q[0] = float("nan")
+    backend = ReferenceAttention(6, 2, 16, 16, torch.float32)
+    out = backend.run(q, k, v, cache.k_CKH, cache.v_CKH, backend.plan(rows, cache.page_table_SP))
+    assert out[0].isnan().all()
+    assert out[1].isfinite().all()
+
+
+def test_queries_and_keys_may_be_views_of_one_tensor() -> None:
+    cache = Cache([20, 8], 16, 2, 16, torch.float32)
+    rows = layout([0, 1], [19, 4], [1, 4])
+    qk = torch.randn(5, 8, 16)
+    v = torch.randn(5, 2, 16)
+    backend = ReferenceAttention(6, 2, 16, 16, torch.float32)
+    plan = backend.plan(rows, cache.page_table_SP)
+    of_views = backend.run(qk[:, :6], qk[:, 6:], v, cache.k_CKH, cache.v_CKH, plan)
+    own = backend.run(qk[:, :6].clone(), qk[:, 6:].clone(), v, cache.k_CKH, cache.v_CKH, plan)
+    assert torch.equal(of_views, own)
+
+
+def test_groups_are_bounded_in_size_and_padding() -> None:
+    rng = np.random.default_rng(0)
+    contexts = rng.integers(1, 3000, size=64)
+    rows = np.flatnonzero(rng.random(64) < 0.8)
+    groups = split_rows(rows, contexts, 1024)
+    assert sorted(np.concatenate(groups).tolist()) == rows.tolist()
+    for group in groups:
+        longest, shortest = contexts[group].max(), contexts[group].min()
+        assert len(group) == 1 or len(group) * longest <= 1024
+        assert longest - shortest <= MAX_PADDING
+        assert (np.diff(group) > 0).all()
+    assert split_rows(rows[:0], contexts, 1024) == []
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("page_size", [1, 16])
+def test_mixed_rows_equal_the_definition_on_a_gpu(page_size: int, dtype: torch.dtype) -> None:
+    run_and_check(MIXED, page_size=page_size, heads=(9, 3), head_dim=64, dtype=dtype, poison=True, device="cuda")
