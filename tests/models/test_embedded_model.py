@@ -12,38 +12,21 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+from transformers import AutoTokenizer
 
-from overlap_serve.config import DEFAULT_MODEL
-from overlap_serve.errors import ModelLoadError
 from overlap_serve.models.decoder import Decoder
 from overlap_serve.models.families import read_facts
-from overlap_serve.models.source import resolve_model
 from overlap_serve.models.tp import NoTP
 from overlap_serve.models.weights import build_decoder
+from tests.embedded import NUM_TOKENS, PROMPTS, embedded_folder, transformers_tokens
 from tests.models.checkpoints import DenseAttend
 
 pytestmark = pytest.mark.model
 
-NUM_TOKENS = 64
-PROMPTS = [
-    "The quick brown fox",
-    "Once upon a time, in a small village by the sea,",
-    "def fibonacci(n):\n    ",
-    "2 + 2 = 4, 3 + 3 = 6,  4 + 4 =",
-    "The three primary colours are",
-    "<|im_start|>user\nName three planets.<|im_end|>\n<|im_start|>assistant\n",
-    "Water boils at 100 degrees because",
-    "Der schnelle braune Fuchs springt über",
-]
-
 
 @pytest.fixture(scope="module")
 def folder() -> Path:
-    try:
-        return resolve_model(DEFAULT_MODEL)
-    except ModelLoadError as error:
-        pytest.skip(f"needs the embedded model: {error}")
+    return embedded_folder()
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -95,22 +78,9 @@ def greedy(decoder: Decoder, prompts: list[list[int]], num_tokens: int) -> list[
     return rows
 
 
-def reference_greedy(model: Any, prompts: list[list[int]], num_tokens: int) -> list[list[int]]:
-    """transformers' own loop, without end tokens; prompts padded on the left, so that it decodes them side by side too."""
-    model.generation_config = GenerationConfig(do_sample=False, max_new_tokens=num_tokens, pad_token_id=2)
-    longest = max(map(len, prompts))
-    ids = torch.tensor([[2] * (longest - len(prompt)) + prompt for prompt in prompts])
-    mask = torch.tensor([[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt in prompts])
-    rows: list[list[int]] = model.generate(ids, attention_mask=mask)[:, longest:].tolist()
-    return rows
-
-
 def test_greedy_tokens_equal_transformers_in_float32(folder: Path, decoder: Decoder, tokenizer: Any) -> None:
     prompts = [tokenizer.encode(prompt) for prompt in PROMPTS]
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
-    wanted = reference_greedy(model, prompts, NUM_TOKENS)
-    assert [len(row) for row in wanted] == [NUM_TOKENS] * len(PROMPTS)
-    assert greedy(decoder, prompts, NUM_TOKENS) == wanted
+    assert greedy(decoder, prompts, NUM_TOKENS) == transformers_tokens()
 
 
 def test_the_capital_of_france_is_paris(folder: Path, decoder: Decoder, tokenizer: Any) -> None:

@@ -4,24 +4,23 @@ from __future__ import annotations
 
 import threading
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from overlap_serve.config import FakeModel, HostFacts, ServeConfig, fake_facts, resolve
+from overlap_serve.config import EngineSpec, FakeModel, HostFacts, ServeConfig, fake_facts, resolve
 from overlap_serve.messages import Ended, GenerateRequest, Message, Route, TokenOutput, pack_ids
 from overlap_serve.runtime.worker import Worker
 from overlap_serve.sampling import SamplingParams, TextParams
 from overlap_serve.transport import Inbox, Outbox
 
 KEY = b"k" * 16
+HOST = HostFacts(num_cpus=2, bf16=False, cuda=False)
 
 
 class Running:
-    def __init__(self) -> None:
-        config = ServeConfig(engine="fake", fake=FakeModel(base_ms=1.0))
-        spec = resolve(config, fake_facts(config.fake), HostFacts(num_cpus=2, bf16=False, cuda=False), "")
+    def __init__(self, spec: EngineSpec) -> None:
         name = uuid.uuid4()
         self.detokenizer = Inbox(f"inproc://detok-{name}", KEY)
         self.control = Inbox(f"inproc://control-{name}", KEY)
@@ -30,12 +29,26 @@ class Running:
         self.thread = threading.Thread(target=self.worker.run)
         self.thread.start()
 
-    def submit(self, rid: str, max_tokens: int) -> None:
+    def submit(self, rid: str, max_tokens: int, prompt: Sequence[int] = (1, 2, 3)) -> None:
         sampling = SamplingParams(max_tokens=max_tokens, temperature=0.0)
         route = Route(self.detokenizer.endpoint, "ingress")
         self.outbox.send(
-            self.worker.endpoint, [GenerateRequest(rid, 0, pack_ids([1, 2, 3]), 1, sampling, TextParams(), route)]
+            self.worker.endpoint, [GenerateRequest(rid, 0, pack_ids(list(prompt)), 1, sampling, TextParams(), route)]
         )
+
+    def until_all_ended(self, rids: set[str]) -> dict[str, list[int]]:
+        """Ids of requests that run side by side."""
+        ids: dict[str, list[int]] = {rid: [] for rid in rids}
+        open_rids = set(rids)
+        while open_rids:
+            arrived = self.detokenizer.drain(30.0)
+            assert arrived, "no output"
+            for message in arrived:
+                assert isinstance(message, TokenOutput) and message.failure is None
+                ids[message.rid].extend(message.token_ids)
+                if message.finish:
+                    open_rids.remove(message.rid)
+        return ids
 
     def until_ended(self, rid: str) -> list[TokenOutput]:
         outputs: list[TokenOutput] = []
@@ -56,7 +69,8 @@ class Running:
 
 @pytest.fixture
 def running() -> Iterator[Running]:
-    it = Running()
+    config = ServeConfig(engine="fake", fake=FakeModel(base_ms=1.0))
+    it = Running(resolve(config, fake_facts(config.fake), HOST, ""))
     yield it
     it.close()
 
