@@ -71,10 +71,13 @@ class Gate:
     """Outermost middleware: request id on every response, keys, and an envelope for what nobody caught.
 
     open_paths: what needs no key; everything else does when keys are configured, so that no new route is open by accident.
+    host_labels: the server around us appends the request's own `x-request-id` to every response, as Ray Serve does; a second one
+    with the same value would reach the client as "id, id".
     """
 
-    def __init__(self, app: ASGIApp, keys: tuple[str, ...], open_paths: frozenset[str]) -> None:
+    def __init__(self, app: ASGIApp, keys: tuple[str, ...], open_paths: frozenset[str], host_labels: bool) -> None:
         self._app = app
+        self._host_labels = host_labels
         self._keys = [key.encode() for key in keys]
         self._open_paths = open_paths
 
@@ -91,7 +94,8 @@ class Gate:
             nonlocal started
             if message["type"] == "http.response.start":
                 started = True
-                MutableHeaders(scope=message)["x-request-id"] = state["request_id"]
+                if not (self._host_labels and state["request_id"] == given):
+                    MutableHeaders(scope=message)["x-request-id"] = state["request_id"]
             await send(message)
 
         try:

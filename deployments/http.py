@@ -48,8 +48,8 @@ Kind = Literal["chat", "completion"]
 SCHEMA_REF = "#/components/schemas/{model}"
 
 
-def build_http_app(frontend: Frontend) -> FastAPI:
-    """All routes of http-api sections 1 to 9, 12 and 13 around a started frontend."""
+def build_http_app(frontend: Frontend, *, host_labels: bool = False) -> FastAPI:
+    """All routes of http-api sections 1 to 9, 12 and 13 around a started frontend. host_labels: see `asgi.Gate`."""
     app = _Api(
         title="overlap_serve",
         version=__version__,
@@ -73,7 +73,7 @@ def build_http_app(frontend: Frontend) -> FastAPI:
     app.add_exception_handler(RequestValidationError, _on_validation_error)
     app.add_exception_handler(ClientGone, _on_client_gone)
     open_paths = HEALTH_PATHS if frontend.config.protect_metrics else (*HEALTH_PATHS, "/metrics", "/version")
-    app.add_middleware(Gate, keys=frontend.config.api_keys, open_paths=frozenset(open_paths))
+    app.add_middleware(Gate, keys=frontend.config.api_keys, open_paths=frozenset(open_paths), host_labels=host_labels)
     return app
 
 

@@ -5,10 +5,15 @@ Counting happens where the event happens; the ingress merges the snapshots of al
 
 from __future__ import annotations
 
+import importlib.metadata
+import re
 from collections.abc import Iterable
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
+from overlap_serve import __version__
+
+_CREATED = re.compile(r"(# (HELP|TYPE) )?\w+_created[ {]")
 SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
 TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768, 65536, 131072)
 
@@ -139,14 +144,29 @@ class TransportMetrics:
         self._dropped.labels(replica=self._replica, hop=hop).inc(count)
 
 
-def build_info(registry: CollectorRegistry, **labels: str) -> None:
-    """`overlap_build_info{version,torch,ray,attention,...} 1`."""
+def build_info(registry: CollectorRegistry, replica: str, *, torch: str = "", attention: str = "") -> None:
+    """`overlap_build_info{replica,version,torch,ray,attention} 1`; torch and attention are empty where none is loaded."""
+    labels = {
+        "replica": replica,
+        "version": __version__,
+        "torch": torch,
+        "ray": _installed("ray"),
+        "attention": attention,
+    }
     Gauge("overlap_build_info", "what is running", list(labels), registry=registry).labels(**labels).set(1)
 
 
+def _installed(distribution: str) -> str:
+    try:
+        return importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return ""
+
+
 def snapshot(registry: CollectorRegistry) -> bytes:
-    """All metrics of one process in the Prometheus text format."""
-    return generate_latest(registry)
+    """All metrics of one process in the Prometheus text format, without the `_created` series that double its size."""
+    lines = generate_latest(registry).decode().splitlines(keepends=True)
+    return "".join(line for line in lines if not _CREATED.match(line)).encode()
 
 
 def merge(snapshots: Iterable[bytes]) -> bytes:

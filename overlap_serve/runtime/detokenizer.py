@@ -14,7 +14,7 @@ import zmq
 from prometheus_client import CollectorRegistry
 
 from overlap_serve.messages import AbortRequest, Failure, Message, Stop, TextDelta, TokenOutput
-from overlap_serve.metrics import DetokenizerMetrics, TransportMetrics, snapshot
+from overlap_serve.metrics import DetokenizerMetrics, TransportMetrics, build_info, snapshot
 from overlap_serve.text.detokenizer import Detokenizer
 from overlap_serve.text.tokenizer import Tokenizer
 from overlap_serve.transport import Inbox, Outbox
@@ -32,6 +32,7 @@ class DetokenizerService:
     def __init__(self, tokenizer: Tokenizer, bind: str, key: bytes, replica: str) -> None:
         """Binds at `bind` ("tcp://IP": a free port there, or "inproc://name"); what arrives before `run` waits."""
         self._registry = CollectorRegistry()
+        build_info(self._registry, replica)
         self._metrics = DetokenizerMetrics(self._registry, replica)
         hops = TransportMetrics(self._registry, replica)
         self._detokenizer = Detokenizer(tokenizer)

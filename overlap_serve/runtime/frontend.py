@@ -24,7 +24,7 @@ from overlap_serve import __version__
 from overlap_serve.config import ModelFacts, ServeConfig
 from overlap_serve.errors import InternalError, NotFound, QueueFull, RequestError, ServerUnavailable
 from overlap_serve.messages import GenerateRequest, ReplicaStatus, Route
-from overlap_serve.metrics import IngressMetrics, TransportMetrics, merge, snapshot
+from overlap_serve.metrics import IngressMetrics, TransportMetrics, build_info, merge, snapshot
 from overlap_serve.openai.protocol import ignored_label
 from overlap_serve.openai.response import model_card, model_list
 from overlap_serve.runtime.inflight import RETRY_S, InFlight, Submit, aborted
@@ -88,6 +88,7 @@ class Frontend:
         self.config = config
         self._cluster = cluster
         self._registry = registry
+        build_info(registry, replica)
         self._fingerprint = fingerprint(config)
         self._created = int(time.time())
         self._preparer = Preparer(config, text, facts)

@@ -47,9 +47,7 @@ class Worker:
         self._key = key
         self._stall_s = stall_s
         self._engine, num_pages, torch_version = build_engine(spec)
-        build_info(
-            self._registry, replica=replica, version=version, torch=torch_version, attention=spec.attention_backend
-        )
+        build_info(self._registry, replica, torch=torch_version, attention=spec.attention_backend)
         self._inbox = Inbox(bind, key)
         self._outbox = Outbox(key, "scheduler", sent=transport.sent, dropped=transport.dropped)
         self.endpoint = self._inbox.endpoint

@@ -1,0 +1,170 @@
+"""One private Ray cluster for the whole session, configured as serve_config.yaml configures one, and applications on it.
+
+`ray.init(address="local")` and a temporary folder of its own: other clusters on the machine are neither joined nor stopped.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import socket
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from urllib.parse import urlsplit
+
+import httpx
+import openai
+import psutil
+import pytest
+import ray
+import yaml
+from ray import serve
+
+from deployments.app import build
+from overlap_serve.config import ServeConfig, parse_config
+
+ROOT = Path(__file__).parents[2]
+APP_NAME = "test"
+READY_TIMEOUT_S = 120.0
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def serve_env() -> dict[str, str]:
+    """The environment that serve_config.yaml gives to Serve, with HAProxy's own ports moved out of other clusters' way."""
+    document = yaml.safe_load((ROOT / "serve_config.yaml").read_text())
+    env: dict[str, str] = dict(document["controller_options"]["runtime_env"]["env_vars"])
+    env |= {f"RAY_SERVE_HAPROXY_{name}_PORT": str(free_port()) for name in ("METRICS", "STATS")}
+    return env
+
+
+def eventually(holds: Callable[[], bool], timeout_s: float, what: str) -> float:
+    """Seconds until it holds; fails the test when it never does. For conditions in other processes, which send no event."""
+    begin = time.monotonic()
+    while time.monotonic() - begin < timeout_s:
+        if holds():
+            return time.monotonic() - begin
+        time.sleep(0.02)
+    pytest.fail(f"not within {timeout_s} s: {what}")
+
+
+class App:
+    """A deployed application, as its users and its administrator see it."""
+
+    def __init__(self, url: str, config: ServeConfig) -> None:
+        self.url = url
+        self.config = config
+        self.http = httpx.Client(base_url=url, timeout=60)
+        self.openai = openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=60)
+        self.model = config.model_name
+
+    def health(self) -> dict[str, object]:
+        body: dict[str, object] = self.http.get("/health").json()
+        return body
+
+    def metrics(self) -> dict[str, float]:
+        """Sums over all processes and labels, by sample name."""
+        sums: dict[str, float] = {}
+        for line in self.http.get("/metrics").text.splitlines():
+            if line and not line.startswith("#"):
+                name = line.split("{")[0].split(" ")[0]
+                sums[name] = sums.get(name, 0.0) + float(line.rsplit(" ", 1)[1])
+        return sums
+
+    def completion(self, **body: object) -> dict[str, object]:
+        return {"model": self.model, "prompt": "hello", "temperature": 0, "ignore_eos": True, **body}
+
+    def wait_idle(self, timeout_s: float = 5.0) -> float:
+        """Seconds until no scheduler runs or queues anything."""
+        return eventually(
+            lambda: self.health()["running"] == self.health()["waiting"] == 0, timeout_s, "schedulers are idle"
+        )
+
+    def wait_ready(self) -> None:
+        def ready() -> bool:
+            try:
+                answer = self.http.get("/health")
+            except httpx.TransportError:
+                return False
+            return answer.status_code == 200 and len(answer.json()["replicas"]) >= self.config.scheduler_replicas
+
+        eventually(ready, READY_TIMEOUT_S, "the application is ready")
+
+    def close(self) -> None:
+        self.http.close()
+        self.openai.close()
+
+
+@pytest.fixture(scope="session")
+def cluster_url() -> Iterator[str]:
+    """A running private cluster with Serve; yields where its HTTP is."""
+    # Not pytest's folder: Ray puts sockets there, whose paths may have 107 characters.
+    folder = tempfile.mkdtemp(prefix="overlap-ray-")
+    port = free_port()
+    ray.init(
+        address="local",
+        num_cpus=16,
+        include_dashboard=False,
+        object_store_memory=80 * 1024 * 1024,
+        _temp_dir=folder,
+        log_to_driver=False,
+        runtime_env={"env_vars": serve_env() | {"RAY_USAGE_STATS_ENABLED": "0", "PYTHONPATH": str(ROOT)}},
+    )
+    serve.start(http_options={"host": "127.0.0.1", "port": port})
+    yield f"http://127.0.0.1:{port}"
+    serve.shutdown()
+    ray.shutdown()
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+@contextmanager
+def deployed(url: str, **args: object) -> Iterator[App]:
+    """An application from `args` of a serve_config.yaml, deleted at the end."""
+    app = App(url, parse_config(args))
+    try:
+        serve.run(build(app.config), name=APP_NAME, route_prefix="/")
+        app.wait_ready()
+        yield app
+    finally:
+        serve.delete(APP_NAME)  # first: the client may still read
+        app.close()
+
+
+def fake_args(**args: object) -> dict[str, object]:
+    """`args` for the fake engine: 10 ms a token, capacity for everything that tests ask."""
+    return {"engine": "fake", "fake": {"base_ms": 10.0}, "drain_timeout": 20.0, **args}
+
+
+def send_without_reading(app: App, body: dict[str, object]) -> socket.socket:
+    """A non-streaming completion on a bare connection, whose answer nobody awaits."""
+    address = urlsplit(app.url)
+    assert address.port is not None
+    content = json.dumps(body).encode()
+    head = "POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+    connection = socket.create_connection((address.hostname, address.port))
+    connection.sendall(f"{head}Content-Length: {len(content)}\r\n\r\n".encode() + content)
+    return connection
+
+
+def processes(title: str) -> list[psutil.Process]:
+    """Ray worker processes of this session's cluster by the start of their title, such as "ray::RankActor"."""
+    return [
+        process
+        for process in psutil.Process(os.getpid()).children(recursive=True)
+        if title_of(process).startswith(title)
+    ]
+
+
+def title_of(process: psutil.Process) -> str:
+    try:
+        return " ".join(process.cmdline())
+    except psutil.Error:  # gone meanwhile
+        return ""
