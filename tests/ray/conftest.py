@@ -143,14 +143,19 @@ def fake_args(**args: object) -> dict[str, object]:
     return {"engine": "fake", "fake": {"base_ms": 10.0}, "drain_timeout": 20.0, **args}
 
 
-def send_without_reading(app: App, body: dict[str, object]) -> socket.socket:
-    """A non-streaming completion on a bare connection, whose answer nobody awaits."""
-    address = urlsplit(app.url)
-    assert address.port is not None
+def completion_call(body: dict[str, object]) -> bytes:
+    """POST /v1/completions as bytes on the wire."""
     content = json.dumps(body).encode()
     head = "POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+    return f"{head}Content-Length: {len(content)}\r\n\r\n".encode() + content
+
+
+def send_without_reading(app: App, body: dict[str, object]) -> socket.socket:
+    """A completion on a bare connection, whose answer nobody awaits."""
+    address = urlsplit(app.url)
+    assert address.port is not None
     connection = socket.create_connection((address.hostname, address.port))
-    connection.sendall(f"{head}Content-Length: {len(content)}\r\n\r\n".encode() + content)
+    connection.sendall(completion_call(body))
     return connection
 
 

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 import statistics
-import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from urllib.parse import urlsplit
 
-import httpx
 import openai
 import pytest
 
-from tests.ray.conftest import App, deployed, eventually, fake_args, send_without_reading
+from tests.ray.conftest import App, completion_call, deployed, eventually, fake_args, send_without_reading
 
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(300)]
 
@@ -28,12 +28,15 @@ def app(cluster_url: str) -> Iterator[App]:
 
 
 def test_health_lists_every_scheduler_replica(app: App) -> None:
-    body = app.health()
-    assert body["status"] == "ready"
-    replicas = body["replicas"]
-    assert isinstance(replicas, list)
-    assert [replica["status"] for replica in replicas] == ["ready", "ready"]
-    assert len({replica["replica"] for replica in replicas}) == 2
+    def replicas() -> set[tuple[str, str]]:
+        body = app.health()
+        assert body["status"] == "ready"
+        assert isinstance(body["replicas"], list)
+        return {(replica["replica"], replica["status"]) for replica in body["replicas"]}
+
+    # Either ingress may answer, and each asks around once a second.
+    eventually(lambda: all(len(replicas()) == 2 for _ in range(8)), 5, "both ingress replicas know both schedulers")
+    assert {status for _, status in replicas()} == {"ready"}
     assert app.http.get("/health/live").status_code == 200
 
 
@@ -73,6 +76,17 @@ def test_errors_reach_the_official_client_in_the_envelope(app: App) -> None:
     assert raised.value.code == "decimal_above_max_value"
     with pytest.raises(openai.NotFoundError):
         app.openai.completions.create(model="nobody", prompt="x")
+
+
+@pytest.mark.parametrize("given", [None, "my-id.7"])
+@pytest.mark.parametrize("path", ["/health", "/nowhere", "/v1/models"])
+def test_request_id_is_on_every_response_once(app: App, path: str, given: str | None) -> None:
+    """Serve adds the header too; twice would reach the client as "id, id"."""
+    labels = app.http.get(path, headers={} if given is None else {"x-request-id": given}).headers.get_list(
+        "x-request-id"
+    )
+    assert len(labels) == 1
+    assert given is None or labels == [given]
 
 
 @pytest.mark.parametrize("num_chunks", [0, 1, 5])
@@ -117,28 +131,33 @@ def test_several_prompts_of_one_request_are_calls_of_their_own(app: App) -> None
 # -- A34: pace
 
 
-def gaps_of_stream(app: App, num_tokens: int, start: threading.Barrier) -> list[float]:
-    """Seconds between the events of one stream, measured at the socket."""
-    with httpx.Client(base_url=app.url, timeout=60) as http:
-        start.wait()
-        body = app.completion(max_tokens=num_tokens, stream=True, prompt=str(time.monotonic_ns()))
-        with http.stream("POST", "/v1/completions", json=body) as answer:
-            arrivals = [time.monotonic() for line in answer.iter_lines() if line.startswith("data: {")]
+async def gaps_of_stream(app: App, num_tokens: int) -> list[float]:
+    """Seconds between the events of one stream, measured at the socket. A bare client: it shares 2 cores with the server."""
+    address = urlsplit(app.url)
+    reader, writer = await asyncio.open_connection(address.hostname, address.port)
+    writer.write(completion_call(app.completion(max_tokens=num_tokens, stream=True, prompt=str(time.monotonic_ns()))))
+    arrivals = []
+    while (line := await reader.readline()) and not line.startswith(b"data: [DONE]"):
+        if line.startswith(b"data: {"):
+            arrivals.append(time.monotonic())
+    writer.close()
     return [after - before for before, after in itertools.pairwise(arrivals)]
+
+
+async def gaps_of_streams(app: App, num_streams: int, num_tokens: int) -> list[list[float]]:
+    return await asyncio.gather(*(gaps_of_stream(app, num_tokens) for _ in range(num_streams)))
 
 
 @pytest.mark.parametrize("num_streams", [1, 16, 64])
 def test_a34_tokens_arrive_one_by_one_at_the_engines_pace(app: App, num_streams: int) -> None:
-    """10 ms a token: the median gap is that, and no 50 ms mode (Ray #59681). Client threads share the 2 cores with the server."""
-    start = threading.Barrier(num_streams)
-    with ThreadPoolExecutor(num_streams) as pool:
-        streams = list(pool.map(lambda _: gaps_of_stream(app, 150, start), range(num_streams)))
+    """10 ms a token: the median gap is that, and no 50 ms mode (Ray #59681)."""
+    streams = asyncio.run(gaps_of_streams(app, num_streams, 200))
     gaps = sorted(gap for stream in streams for gap in stream)
-    assert all(len(stream) >= 140 for stream in streams), "tokens were sent together"
-    assert 0.008 <= statistics.median(gaps) <= 0.012
-    p99 = gaps[int(0.99 * len(gaps))]
-    print(f"{num_streams} streams: p50 {statistics.median(gaps) * 1e3:.2f} ms, p99 {p99 * 1e3:.2f} ms")
-    assert p99 < (0.025 if num_streams == 1 else 0.100)
+    assert all(len(stream) >= 190 for stream in streams), "tokens were sent together"
+    median, p99 = statistics.median(gaps), gaps[int(0.99 * len(gaps))]
+    print(f"{num_streams} streams: p50 {median * 1e3:.2f} ms, p99 {p99 * 1e3:.2f} ms")
+    assert 0.008 <= median <= 0.012
+    assert p99 < (0.025 if num_streams == 1 else 0.100)  # 2 cores for client, proxy and ten server processes
 
 
 def test_a34_the_first_token_is_not_delayed(app: App) -> None:

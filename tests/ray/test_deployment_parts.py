@@ -13,10 +13,10 @@ from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError
 from deployments.app import build, cluster_has_gpu, decide_device, torch_has_cuda
 from deployments.cluster import is_listening
 from deployments.ingress import as_request_error
-from deployments.scheduler import OpenCalls, Pulse, one_request
+from deployments.scheduler import OpenCalls, Pulse, draining_error, one_request
 from overlap_serve.config import ServeConfig
-from overlap_serve.errors import ContextLengthExceeded, InternalError, RequestError
-from overlap_serve.messages import AbortRequest, GenerateRequest, ReplicaStatus, Route, encode
+from overlap_serve.errors import ContextLengthExceeded, InternalError, RequestError, ServerUnavailable
+from overlap_serve.messages import AbortRequest, GenerateRequest, Message, ReplicaStatus, Route, encode
 from overlap_serve.sampling import SamplingParams, TextParams
 from overlap_serve.transport import Inbox
 from tests.ray.conftest import free_port
@@ -34,6 +34,18 @@ def test_a_call_ends_with_its_own_attempt_only() -> None:
         calls.end("r", 0)
         await asyncio.wait_for(future, 1)
         assert len(calls) == 0
+
+    asyncio.run(scenario())
+
+
+def test_calls_that_nobody_will_end_fail() -> None:
+    async def scenario() -> None:
+        calls = OpenCalls()
+        future = calls.open(REQUEST)
+        calls.fail_all(draining_error())
+        with pytest.raises(ServerUnavailable) as raised:
+            await asyncio.wait_for(future, 1)
+        assert raised.value.code == "server_draining"
 
     asyncio.run(scenario())
 
@@ -60,7 +72,8 @@ def test_pulse_grows_the_age_while_a_rank_is_silent(monkeypatch: pytest.MonkeyPa
 
 def test_generate_takes_exactly_one_request() -> None:
     assert one_request(encode([REQUEST])) == REQUEST
-    for messages in ([], [REQUEST, REQUEST], [AbortRequest("r", "client")]):
+    wrong: list[list[Message]] = [[], [REQUEST, REQUEST], [AbortRequest("r", "client")]]
+    for messages in wrong:
         with pytest.raises(InternalError):
             one_request(encode(messages))
 
