@@ -21,7 +21,10 @@ MAX_BLOCK_S = 3600.0
 
 
 class OverlapLoop:
-    """Connects one scheduler with one engine. control: endpoint that is told which requests ended ("" for none)."""
+    """Connects one scheduler with one engine. control: endpoint that is told which requests ended ("" for none).
+
+    depth: may be changed while nothing is in flight, up to what the engine's ring holds (benchmarks compare the two).
+    """
 
     def __init__(
         self,
@@ -39,7 +42,7 @@ class OverlapLoop:
         self._inbox = inbox
         self._outbox = outbox
         self._meter = meter
-        self._depth = depth
+        self.depth = depth
         self._control = control
         self._clock = meter.clock
         self._drain_until = INFINITY
@@ -68,7 +71,7 @@ class OverlapLoop:
         launched = self._clock()
         waited_s = 0.0
         blocked = plan is None and not inflight
-        while inflight and (len(inflight) > self._depth or plan is None):
+        while inflight and (len(inflight) > self.depth or plan is None):
             waited_s += self._process(inflight.popleft())
         self._meter.round(self._scheduler, plan, blocked, (begin, planned, launched, self._clock()), waited_s)
         return blocked

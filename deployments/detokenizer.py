@@ -1,0 +1,73 @@
+"""Detokenizer deployment: the pool of text processes that all schedulers share. A replica runs one `DetokenizerService` in a thread.
+
+Ingress replicas learn the endpoints by `broadcast("endpoint")` and put one into each request; so a replica that Serve stops is no
+longer chosen, and it leaves only when its open streams have ended.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import threading
+import time
+
+import ray
+from ray import serve
+
+from deployments.keys import application_key
+from deployments.logs import configure_logging
+from overlap_serve.config import ServeConfig
+from overlap_serve.runtime.detokenizer import DetokenizerService
+from overlap_serve.runtime.model import text_model
+
+log = logging.getLogger(__name__)
+
+DRAIN_POLL_S = 0.1
+STOP_TIMEOUT_S = 5.0
+
+
+class DetokenizerReplica:
+    """See the module."""
+
+    async def __init__(self, config: ServeConfig) -> None:  # type: ignore[misc]  # Ray awaits it
+        configure_logging()
+        context = serve.get_replica_context()
+        self._replica = context.replica_tag
+        self._drain_timeout_s = config.drain_timeout
+        self._stopping = False
+        text = await asyncio.to_thread(text_model, config)
+        address = f"tcp://{ray.util.get_node_ip_address()}"
+        self._service = DetokenizerService(text.tokenizer, address, application_key(context.app_name), self._replica)
+        self._thread = threading.Thread(target=self._run, name="detokenizer", daemon=True)
+        self._thread.start()
+
+    async def endpoint(self) -> str:
+        """Where schedulers send tokens."""
+        return self._service.endpoint
+
+    async def metrics_snapshot(self) -> bytes:
+        return self._service.metrics_snapshot()
+
+    def record_replica_metadata(self) -> dict[str, str]:
+        return {"endpoint": self._service.endpoint}
+
+    async def check_health(self) -> None:
+        if not self._thread.is_alive() and not self._stopping:
+            raise RuntimeError(f"{self._replica}: the detokenizer thread has ended")
+
+    async def __del__(self) -> None:
+        """Called by Serve, which knows of no request here: wait for the streams that were opened before."""
+        deadline_s = time.monotonic() + self._drain_timeout_s
+        while self._service.open_streams() > 0 and time.monotonic() < deadline_s:
+            await asyncio.sleep(DRAIN_POLL_S)
+        self._stopping = True
+        self._service.stop()
+        await asyncio.to_thread(self._thread.join, STOP_TIMEOUT_S)
+
+    def _run(self) -> None:
+        try:
+            self._service.run()
+        except Exception:  # a service without its thread is of no use: let Serve replace the process
+            log.exception("%s: the detokenizer died; exiting", self._replica)
+            os._exit(1)

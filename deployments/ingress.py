@@ -1,0 +1,124 @@
+"""Ingress deployment: HTTP in, one Serve call per prompt to a scheduler replica, text back over zmq.
+
+The ASGI app is built inside the replica, around the replica's own `Frontend`. Nothing here or below imports torch.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextvars
+import logging
+import time
+from typing import Any
+
+import ray
+from fastapi import FastAPI
+from prometheus_client import CollectorRegistry
+from ray import serve
+from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError
+
+from deployments.cluster import ServeCluster, replica_is_stopping
+from deployments.http import build_http_app
+from deployments.keys import application_key
+from deployments.logs import configure_logging
+from overlap_serve.config import ServeConfig
+from overlap_serve.errors import QueueFull, RequestError, ServerUnavailable
+from overlap_serve.messages import GenerateRequest, encode
+from overlap_serve.runtime.frontend import Frontend
+from overlap_serve.runtime.model import model_facts, text_model
+
+log = logging.getLogger(__name__)
+
+STOP_POLL_S = 0.1
+RETRY_AFTER_S = 1.0
+
+
+class SchedulerCalls:
+    """Implements `runtime.frontend.Submit`: the open unary call of a request.
+
+    The call goes over gRPC (`_by_reference=False`, fixed where the handle is made) and in a fresh context: Serve files pending calls
+    under the id of the HTTP request, and two at a time under one id can hang (RAY.md C, pitfall 2). So it is also cancelled by hand.
+    """
+
+    def __init__(self, scheduler: Any) -> None:
+        self._generate = scheduler.generate
+
+    async def __call__(self, request: GenerateRequest) -> None:
+        """Returns when the scheduler is done with the request. Raises a RequestError when it never will be."""
+        response = contextvars.Context().run(self._generate.remote, encode([request]))
+        try:
+            await response
+        except asyncio.CancelledError:
+            response.cancel()
+            raise
+        except Exception as error:
+            raise as_request_error(error) from error
+
+
+def as_request_error(error: Exception) -> RequestError:
+    """What a failed scheduler call means for the client."""
+    if isinstance(error, ray.exceptions.RayTaskError) and isinstance(error.cause, RequestError):
+        return error.cause
+    if isinstance(error, RequestError):
+        return error
+    if isinstance(error, BackPressureError):
+        return QueueFull("too many requests are waiting; retry later", retry_after_s=RETRY_AFTER_S)
+    if isinstance(error, DeploymentUnavailableError):
+        return ServerUnavailable("no scheduler is available; retry later", retry_after_s=RETRY_AFTER_S)
+    # Actor died or unreachable, or any error of the replica: its engine is lost for this request. The class of the error does not
+    # tell whose actor died (RAY.md E), so all of these read the same to the client.
+    log.warning("a scheduler call failed: %s", type(error).__name__)
+    return ServerUnavailable("the engine that served this request failed; retry", retry_after_s=RETRY_AFTER_S)
+
+
+@serve.ingress()
+class IngressReplica:
+    """One HTTP server process. `scheduler`, `detokenizer`: handles of the other deployments."""
+
+    async def __init__(self, config: ServeConfig, scheduler: Any, detokenizer: Any) -> None:  # type: ignore[misc]  # Ray awaits it
+        configure_logging()
+        context = serve.get_replica_context()
+        self._replica = context.replica_tag
+        self._drain_timeout_s = config.drain_timeout
+        own = serve.get_deployment_handle(context.deployment, context.app_name)
+        calls, pool, peers = (h.options(_by_reference=False) for h in (scheduler, detokenizer, own))
+        self._cluster = ServeCluster(calls, pool, peers, context.replica_tag)
+        text = await asyncio.to_thread(text_model, config)
+        self._frontend = Frontend(
+            config,
+            text,
+            await asyncio.to_thread(model_facts, config),
+            bind=f"tcp://{ray.util.get_node_ip_address()}",
+            key=application_key(context.app_name),
+            submit=SchedulerCalls(calls),
+            cluster=self._cluster,
+            replica=context.replica_tag,
+            registry=CollectorRegistry(),
+        )
+        await self._cluster.start()
+        await self._frontend.start()
+        self._stop_task = asyncio.create_task(self._drain_when_stopping())
+
+    def __serve_build_asgi_app__(self) -> FastAPI:
+        """Called by Serve in the replica, after the constructor."""
+        return build_http_app(self._frontend, host_labels=True)
+
+    async def metrics_snapshot(self, asking: str) -> bytes:
+        """This process' metrics in the Prometheus text format; nothing for itself, which has them at hand."""
+        return b"" if asking == self._replica else self._frontend.metrics_snapshot()
+
+    async def __del__(self) -> None:
+        """Called by Serve when the replica has drained."""
+        await self._stop_task
+        await self._cluster.close()
+
+    async def _drain_when_stopping(self) -> None:
+        """Serve waits for open requests but tells nobody; refuse new ones at once and end the rest after drain_timeout."""
+        while not replica_is_stopping():
+            await asyncio.sleep(STOP_POLL_S)
+        self._frontend.drain()
+        log.info("%s: draining, %d open requests", self._replica, self._frontend.num_open)
+        deadline_s = time.monotonic() + self._drain_timeout_s
+        while self._frontend.num_open and time.monotonic() < deadline_s:
+            await asyncio.sleep(STOP_POLL_S)
+        await self._frontend.close()

@@ -1,0 +1,280 @@
+"""Scheduler deployment: one replica = one engine = one placement group. The replica is control plane only.
+
+    bundle 0: this replica            Serve's calls, health, death-watch; never touches torch.cuda
+    bundle 1: the rank actor          overlap loop and engine (`deployments.rank`)
+
+A request is one unary call, open until all its choices have ended: that is what gives Serve routing, load, drain, cancel and the
+loss of a replica. No token passes here: `generate` hands the request to the rank over zmq and waits for its `Ended`.
+
+A replica whose rank died, or stalled for `live_stall_s`, exits at once: open calls fail, Serve drops it from routing, replaces it
+and frees its group. A graceful stop would wait for calls that cannot end.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import time
+from typing import Any
+
+import msgspec
+import ray
+from ray import serve
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from deployments.cluster import replica_is_stopping
+from deployments.keys import application_key
+from deployments.logs import configure_logging
+from deployments.rank import RANK_CONCURRENCY, RankActor
+from overlap_serve.config import EngineSpec, HostFacts, ServeConfig
+from overlap_serve.errors import InternalError, RequestError, ServerUnavailable
+from overlap_serve.messages import AbortRequest, Ended, GenerateRequest, ReplicaStatus, decode
+from overlap_serve.runtime.model import cpu_has_bf16, engine_spec
+from overlap_serve.transport import Inbox, Outbox
+
+log = logging.getLogger(__name__)
+
+RANK_BUNDLE = 1
+STATUS_PERIOD_S = 0.25
+SILENCE_S = (
+    3.0  # a rank that leaves a status call unanswered for this long counts as standing still since its last answer
+)
+STOP_TIMEOUT_S = 10.0
+STOP_POLL_S = 0.1
+REROUTE_S = 1.0  # the loop refuses requests once it drains; until the routers know, it must not
+ENDED_GRACE_S = 1.0
+EXIT_DELAY_S = 0.5  # lets a failed health check reach the controller before the process goes
+
+
+class OpenCalls:
+    """The calls that wait for their request's end, by (rid, attempt)."""
+
+    def __init__(self) -> None:
+        self._waiting: dict[tuple[str, int], asyncio.Future[None]] = {}
+
+    def open(self, request: GenerateRequest) -> asyncio.Future[None]:
+        future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._waiting[request.rid, request.attempt] = future
+        return future
+
+    def end(self, rid: str, attempt: int) -> None:
+        """Complete the call; unknown ones were cancelled before."""
+        future = self._waiting.pop((rid, attempt), None)
+        if future is not None and not future.done():
+            future.set_result(None)
+
+    def forget(self, request: GenerateRequest) -> None:
+        self._waiting.pop((request.rid, request.attempt), None)
+
+    def fail_all(self, error: RequestError) -> None:
+        """End every call with an error: nothing will end them any more."""
+        for future in self._waiting.values():
+            if not future.done():
+                future.set_exception(error)
+
+    def __len__(self) -> int:
+        return len(self._waiting)
+
+
+class Pulse:
+    """What the rank said last, and how long ago: health without asking through a busy loop."""
+
+    def __init__(self, ready_stall_s: float) -> None:
+        self._ready_stall_s = ready_stall_s
+        self._status = ReplicaStatus("", "loading")
+        self._answered_at = time.monotonic()
+
+    def beat(self, status: ReplicaStatus) -> None:
+        self._status = status
+        self._answered_at = time.monotonic()
+
+    def status(self) -> ReplicaStatus:
+        """The last status, with the age of the last step grown by the rank's silence."""
+        silence_s = time.monotonic() - self._answered_at
+        age_s = self._status.last_step_age_s
+        if silence_s > SILENCE_S:
+            age_s += silence_s
+        state = self._status.status
+        if state == "ready" and age_s > self._ready_stall_s:
+            state = "stalled"
+        return msgspec.structs.replace(self._status, status=state, last_step_age_s=age_s)
+
+
+class SchedulerReplica:
+    """See the module. The constructor returns when the rank has loaded its weights: Serve routes no call here before."""
+
+    async def __init__(self, config: ServeConfig) -> None:  # type: ignore[misc]  # Ray awaits it
+        configure_logging()
+        context = serve.get_replica_context()
+        self._config = config
+        self._replica = context.replica_tag
+        self._draining = False  # the loop was asked to end by itself
+        self._stopping = False  # its process will be ended
+        self._calls = OpenCalls()
+        self._pulse = Pulse(config.ready_stall_s)
+        key = application_key(context.app_name)
+        address = f"tcp://{ray.util.get_node_ip_address()}"
+        self._inbox = Inbox(address, key)
+        self._outbox = Outbox(key, "control_scheduler")
+        host = HostFacts(num_cpus=node_cpus(), bf16=cpu_has_bf16(), cuda=config.device == "cuda")
+        spec = await asyncio.to_thread(engine_spec, config, host)
+        log.info("%s: starting %s", self._replica, describe(spec))
+        self._rank = start_rank(spec, address, key, self._inbox.endpoint, self._replica, config.ready_stall_s)
+        self._endpoint: str = await self._rank.endpoint.remote()
+        self._pulse.beat(await self._rank.status.remote())
+        asyncio.get_running_loop().add_reader(self._inbox.fileno(), self._receive)
+        self._receive()
+        self._watch_task = asyncio.create_task(self._watch())
+        self._poll_task = asyncio.create_task(self._poll())
+        self._drain_task = asyncio.create_task(self._drain_when_stopping())
+        log.info("%s: ready at %s", self._replica, self._endpoint)
+
+    async def generate(self, payload: bytes) -> bytes:
+        """One request, given as the transport's encoding of one `GenerateRequest`; returns when all its choices have ended.
+
+        Its output takes the other way (`Route`). Cancelling the call ends the request with cause `client`.
+        """
+        request = one_request(payload)
+        if self._watch_task.done():
+            raise draining_error()
+        future = self._calls.open(request)
+        try:
+            if not self._outbox.send(self._endpoint, [request]):
+                raise ServerUnavailable("the scheduler takes no messages; retry", retry_after_s=1.0)
+            await future
+        except asyncio.CancelledError:
+            self._outbox.send(self._endpoint, [AbortRequest(request.rid, "client")])
+            raise
+        finally:
+            self._calls.forget(request)
+        return b""
+
+    async def status(self) -> ReplicaStatus:
+        return self._pulse.status()
+
+    async def metrics_snapshot(self) -> bytes:
+        """The rank's metrics in the Prometheus text format."""
+        snapshot: bytes = await self._rank.metrics_snapshot.remote()
+        return snapshot
+
+    def record_replica_metadata(self) -> dict[str, str]:
+        """Read by Serve once; static facts for request routers."""
+        return {"endpoint": self._endpoint, "model": self._config.model_name}
+
+    async def check_health(self) -> None:
+        """Called by Serve. Raises, and ends the process, when the loop stands still with work for `live_stall_s`."""
+        age_s = self._pulse.status().last_step_age_s
+        if age_s > self._config.live_stall_s and not self._stopping:
+            self._stopping = True
+            message = f"{self._replica}: no step for {age_s:.0f} s with work to do (live_stall_s {self._config.live_stall_s:.0f})"
+            log.error("%s; exiting with %d open requests", message, len(self._calls))
+            asyncio.get_running_loop().call_later(EXIT_DELAY_S, os._exit, 1)
+        if age_s > self._config.live_stall_s:
+            raise RuntimeError(f"{self._replica}: the engine has stalled")
+
+    async def __del__(self) -> None:
+        """Called by Serve when the replica has drained: end the loop, then the rank's process."""
+        self._stopping = True
+        self._poll_task.cancel()
+        self._drain_task.cancel()
+        asyncio.get_running_loop().remove_reader(self._inbox.fileno())
+        try:
+            await asyncio.wait_for(self._rank.stop.remote(0.0), STOP_TIMEOUT_S)
+            await asyncio.wait_for(self._watch_task, STOP_TIMEOUT_S)
+        except (asyncio.TimeoutError, ray.exceptions.RayError) as error:
+            log.warning("%s: the rank did not stop in order: %r", self._replica, error)
+        ray.kill(self._rank)
+        self._outbox.close()
+        self._inbox.close()
+
+    def _receive(self) -> None:
+        """zmq's descriptor is edge-triggered: take all there is."""
+        while messages := self._inbox.drain():
+            for message in messages:
+                if isinstance(message, Ended):
+                    self._calls.end(message.rid, message.attempt)
+
+    async def _watch(self) -> None:
+        """Ends the replica's process the moment its rank ends, for whatever reason but a drain."""
+        try:
+            await self._rank.run.remote()
+            reason = "its loop has ended"
+            expected = self._draining or self._stopping
+        except Exception as error:  # whatever it is, the engine is gone
+            reason = repr(error.cause) if isinstance(error, ray.exceptions.RayTaskError) else type(error).__name__
+            expected = self._stopping
+        if not expected:
+            log.error("%s: the rank died (%s); exiting with %d open requests", self._replica, reason, len(self._calls))
+            os._exit(1)
+        if len(self._calls):  # came after the loop's last look; or their `Ended` is still on its way
+            await asyncio.sleep(ENDED_GRACE_S)
+            self._calls.fail_all(draining_error())
+
+    async def _drain_when_stopping(self) -> None:
+        """Serve waits for open calls and then kills; before that, let the loop end what is left with its terminal outputs."""
+        while not replica_is_stopping():
+            await asyncio.sleep(STOP_POLL_S)
+        await asyncio.sleep(REROUTE_S)
+        self._draining = True
+        with contextlib.suppress(ray.exceptions.RayError):
+            await self._rank.stop.remote(self._config.drain_timeout)
+
+    async def _poll(self) -> None:
+        """Keeps the pulse. Errors are `_watch`'s business."""
+        while True:
+            try:
+                self._pulse.beat(await self._rank.status.remote())
+            except ray.exceptions.RayError:
+                return
+            await asyncio.sleep(STATUS_PERIOD_S)
+
+
+def draining_error() -> ServerUnavailable:
+    return ServerUnavailable("this scheduler is shutting down; retry", code="server_draining", retry_after_s=1.0)
+
+
+def one_request(payload: bytes) -> GenerateRequest:
+    messages = decode(payload)
+    if len(messages) != 1 or not isinstance(messages[0], GenerateRequest):
+        raise InternalError("generate takes exactly one GenerateRequest")
+    return messages[0]
+
+
+def node_cpus() -> int:
+    """CPUs of this node as Ray counts them: what the container or the user grants, not what the host has."""
+    here = ray.get_runtime_context().get_node_id()
+    granted = next((node["Resources"].get("CPU", 0) for node in ray.nodes() if node["NodeID"] == here), 0)
+    return max(1, min(int(granted) or 1, os.cpu_count() or 1))
+
+
+def describe(spec: EngineSpec) -> str:
+    return (
+        f"{spec.model_name} (engine {spec.engine}, {spec.device}, {spec.dtype}, depth {spec.depth}, "
+        f"{spec.num_threads} threads, attention {spec.attention_backend})"
+    )
+
+
+def start_rank(spec: EngineSpec, *arguments: object) -> Any:
+    """The rank actor, in its bundle and with all of that bundle's resources. arguments: of `RankActor`, after the spec.
+
+    Returns at once; the actor's constructor loads the weights.
+    """
+    group = ray.util.get_current_placement_group()
+    if group is None:
+        raise RuntimeError("the Scheduler deployment needs placement_group_bundles: [control plane, rank]")
+    bundle = group.bundle_specs[RANK_BUNDLE]
+    # Explicit index: without it Ray may choose any bundle. Ray itself would set OMP_NUM_THREADS to the bundle's CPUs.
+    strategy = PlacementGroupSchedulingStrategy(
+        group, placement_group_bundle_index=RANK_BUNDLE, placement_group_capture_child_tasks=True
+    )
+    actor = ray.remote(RankActor).options(
+        num_cpus=bundle.get("CPU", 0),
+        num_gpus=bundle.get("GPU", 0),
+        max_restarts=0,
+        max_concurrency=RANK_CONCURRENCY,
+        scheduling_strategy=strategy,
+        runtime_env={"env_vars": {"OMP_NUM_THREADS": str(spec.num_threads)}},
+    )
+    return actor.remote(spec, *arguments)

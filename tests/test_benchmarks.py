@@ -1,0 +1,31 @@
+"""Kept results: their form, figures that follow from their raw runs, and a README that quotes them."""
+
+from __future__ import annotations
+
+import importlib
+import json
+from pathlib import Path
+
+import pytest
+
+from benchmarks.results import FOLDER
+
+FILES = sorted(FOLDER.glob("*.json"))
+README = Path(__file__).parents[1] / "README.md"
+
+
+@pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
+def test_figures_follow_from_the_runs(file: Path) -> None:
+    result = json.loads(file.read_text())
+    assert set(result) == {"name", "command", "machine", "versions", "commit", "date", "runs", "figures"}
+    assert result["name"] == file.stem
+    made = importlib.import_module(f"benchmarks.{file.stem}").figures(result["runs"])
+    assert {key: float(f"{value:.4g}") for key, value in made.items()} == result["figures"]
+
+
+def test_readme_quotes_the_overlap_figures() -> None:
+    figures = json.loads((FOLDER / "loop_overlap_cpu.json").read_text())["figures"]
+    text = README.read_text()
+    for prefix in ("", "embedded_"):
+        row = [f"{figures[f'{prefix}step_ms_depth{depth}']:.1f} ms" for depth in (0, 1)]
+        assert " | ".join(row) in text
