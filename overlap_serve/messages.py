@@ -15,7 +15,7 @@ from typing import Literal
 
 import msgspec
 
-from overlap_serve.sampling import AbortCause, FinishReason, SamplingParams, TextParams
+from overlap_serve.sampling import AbortCause, FinishReason, SamplingParams, TextParams, TokenLogprob
 
 
 def pack_ids(ids: list[int] | tuple[int, ...]) -> bytes:
@@ -99,6 +99,8 @@ class TokenOutput(msgspec.Struct, frozen=True, array_like=True, tag="tokens"):
     """New tokens of one choice, and how it ended if it did.
 
     first_index: index of token_ids[0] among the choice's generated tokens. stop_reason: the stop token id, or the abort cause.
+    logprobs: one for each of token_ids, or empty when the request asks for none. prompt_logprobs: of every prompt token, on the
+    first output of a request that asks for them.
     """
 
     rid: str
@@ -110,6 +112,8 @@ class TokenOutput(msgspec.Struct, frozen=True, array_like=True, tag="tokens"):
     stop_reason: int | str | None = None
     failure: Failure | None = None
     open: StreamOpen | None = None
+    logprobs: tuple[TokenLogprob, ...] = ()
+    prompt_logprobs: tuple[TokenLogprob, ...] | None = None
 
 
 class TextDelta(msgspec.Struct, frozen=True, array_like=True, tag="text"):
@@ -119,6 +123,7 @@ class TextDelta(msgspec.Struct, frozen=True, array_like=True, tag="text"):
     scheduler, prompt_tokens and cached_tokens repeat StreamOpen on the first delta of a choice (empty string and -1 later).
     text_offset: characters of the choice's text before `text`, or -1 if not said. Smaller than what was delivered only after a
     migration: the ids of held-back text are not released, but text before it may have been; the ingress skips the difference.
+    logprobs and prompt_logprobs: as in TokenOutput; released together with their ids.
     """
 
     rid: str
@@ -135,6 +140,8 @@ class TextDelta(msgspec.Struct, frozen=True, array_like=True, tag="text"):
     prompt_tokens: int = -1
     cached_tokens: int = -1
     text_offset: int = -1
+    logprobs: tuple[TokenLogprob, ...] = ()
+    prompt_logprobs: tuple[TokenLogprob, ...] | None = None
 
 
 class Ended(msgspec.Struct, frozen=True, array_like=True, tag="ended"):

@@ -35,6 +35,17 @@ EXCLUDES_LOW = frozenset({"top_p", "repetition_penalty"})
 MAX_LOGIT_BIAS = 1024
 
 
+class TokenLogprob(msgspec.Struct, frozen=True, array_like=True):
+    """Log-probability of one token under the raw model distribution, and of the `top` likeliest (id, logprob), falling.
+
+    Natural logs; -inf and NaN are -9999.0 already. For the first prompt token, which nothing predicts, logprob is None.
+    """
+
+    token_id: int
+    logprob: float | None
+    top: tuple[tuple[int, float], ...] = ()
+
+
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Checked parameters of one choice.
 
@@ -43,6 +54,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     (seed, choice index, absolute token position).
     stop_token_ids end with `stop_reason` = the id; eos_token_ids with `stop_reason` null. Both are masked while fewer than
     min_tokens tokens exist; `ignore_eos` disables eos_token_ids only.
+    logprobs, prompt_logprobs: how many of the likeliest tokens to report beside each generated or prompt token; -1: report nothing.
     """
 
     max_tokens: int
@@ -59,6 +71,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     stop_token_ids: tuple[int, ...] = ()
     eos_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
+    logprobs: int = -1
+    prompt_logprobs: int = -1
 
     def __post_init__(self) -> None:
         for name, (low, high) in LIMITS.items():

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import msgspec
 
-from overlap_serve.sampling import SamplingParams
+from overlap_serve.sampling import SamplingParams, TokenLogprob
 
 
 class Join(msgspec.Struct, frozen=True, array_like=True):
@@ -48,7 +48,13 @@ class StepPlan(msgspec.Struct, frozen=True, array_like=True):
 
 
 class StepResult(msgspec.Struct, frozen=True, array_like=True):
-    """Sampled ids, one for each sampled row in row order."""
+    """Sampled ids, one for each sampled row in row order.
+
+    logprobs: one for each sampled row (None where the row asks for none), or empty when no row asks. prompt_logprobs: (slot, those of
+    the known tokens that this step's chunk predicts, in order) of rows that ask.
+    """
 
     step: int
     token_ids: tuple[int, ...]
+    logprobs: tuple[TokenLogprob | None, ...] = ()
+    prompt_logprobs: tuple[tuple[int, tuple[TokenLogprob, ...]], ...] = ()
