@@ -4,16 +4,22 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import re
 import statistics
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from urllib.parse import urlsplit
 
+import httpx
 import openai
 import pytest
+import ray
+from prometheus_client.parser import text_string_to_metric_families
+from prometheus_client.samples import Sample
+from ray.dashboard.modules.metrics.dashboards.serve_llm_sglang_dashboard_panels import serve_llm_sglang_dashboard_config
 
-from tests.ray.conftest import App, completion_call, deployed, eventually, fake_args, send_without_reading
+from tests.ray.conftest import APP_NAME, App, completion_call, deployed, eventually, fake_args, send_without_reading
 
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(300)]
 
@@ -117,8 +123,16 @@ def test_a7_pages_and_text_state_are_free_after_many_left_at_once(app: App) -> N
         list(pool.map(leave_soon, range(48)))
     app.wait_idle()
     eventually(lambda: app.metrics()["overlap_detokenizer_open_streams"] == 0, 5, "no text state is left")
-    owned = [line for line in app.http.get("/metrics").text.splitlines() if 'state="owned"' in line]
-    assert owned and all(line.endswith(" 0.0") for line in owned)
+
+    def nothing_owned() -> bool:
+    
+    def owned() -> list[str]:
+        return [line for line in app.http.get("/metrics").text.splitlines() if 'state="owned"' in line]
+
+    # Each ingress replica reuses a scrape for a second, so the next answer may still be of before.
+    eventually(lambda: bool(owned()) and all(line.endswith(" 0.0") for line in owned()), 3, "no page is owned")
+
+    eventually(nothing_owned, 5, "no page is owned")  # each ingress reuses a scrape for a second
 
 
 def test_several_prompts_of_one_request_are_calls_of_their_own(app: App) -> None:
@@ -126,6 +140,50 @@ def test_several_prompts_of_one_request_are_calls_of_their_own(app: App) -> None
     prompts = [f"prompt {i}" for i in range(8)]
     answer = app.http.post("/v1/completions", json=app.completion(prompt=prompts, n=2, max_tokens=8)).json()
     assert [choice["index"] for choice in answer["choices"]] == list(range(16))
+
+
+# -- through Ray's exporter
+
+
+def ray_samples() -> list[Sample]:
+    """What Ray's agent exports on this node."""
+    (node,) = ray.nodes()
+    text = httpx.get(f"http://127.0.0.1:{node['MetricsExportPort']}/metrics").text
+    return [sample for family in text_string_to_metric_families(text) for sample in family.samples]
+
+
+def test_ray_exports_every_metric_and_all_that_its_dashboard_for_sglang_reads(app: App) -> None:
+    app.http.post("/v1/completions", json=app.completion(max_tokens=5)).raise_for_status()
+    assert app.http.post("/v1/completions", json=app.completion(max_tokens=0)).status_code == 400
+    with app.http.stream("POST", "/v1/completions", json=app.completion(max_tokens=LONG, stream=True)) as answer:
+        next(answer.iter_raw())
+    app.wait_idle()
+    counted = app.metrics()
+    generated = counted["overlap_generation_tokens_total"]
+    ours = {f"ray_{name}" for name in counted}
+    expressions = str(serve_llm_sglang_dashboard_config.rows)
+    theirs = set(re.findall(r"ray_sglang_\w+", expressions))
+    assert {"overlap_requests_rejected_total", "overlap_requests_aborted_total"} <= set(counted)
+    assert len(theirs) > 20
+
+    def complete() -> bool:
+        samples = ray_samples()
+        tokens = [s.value for s in samples if s.name == "ray_overlap_generation_tokens_total"]
+        return ours | theirs <= {sample.name for sample in samples} and sum(tokens) >= generated
+
+    # Ours every 5 s, Ray's processes to its agent every 10 s.
+    print(f"all series are exported after {eventually(complete, 40, 'Ray exports all of it'):.1f} s")
+    samples = [s for s in ray_samples() if s.name in ours | theirs and s.labels.get("application") == APP_NAME]
+    assert ours | theirs <= {sample.name for sample in samples}
+    for sample in samples:
+        assert sample.labels["deployment"] in ("Ingress", "Scheduler", "Detokenizer"), sample
+        assert sample.labels["replica"], sample
+        assert sample.name not in theirs or sample.labels["model_name"] == app.model, sample
+    # One value per process: what Ray shows is what /metrics shows.
+    for name in ("generation_tokens_total", "requests_accepted_total", "time_to_first_token_seconds_count"):
+        values = [sample.value for sample in samples if sample.name == f"ray_overlap_{name}"]
+        assert len(values) == 2, name
+        assert sum(values) == counted[f"overlap_{name}"], name
 
 
 # -- A34: pace
