@@ -23,7 +23,7 @@ class RowLayout:
     """Rows of one step, host side, in row order.
 
     slots_B: page table rows. starts_B: tokens already in the KV cache. lengths_B: new tokens of the row (>= 1).
-    Row b attends from positions starts[b] .. starts[b]+lengths[b]-1 to everything at or before each.
+    Row b attends from positions starts[b] .. starts[b]+lengths[b]-1 to everything at or before each, as far as the layer's window.
     """
 
     slots_B: np.ndarray
@@ -41,13 +41,37 @@ class RowLayout:
 
 @dataclass(frozen=True)
 class Limits:
-    """What a backend can do, as data, so that `select` can explain its choice. Empty tuple: anything."""
+    """What a backend can do, as data, so that `select` can explain its choice. Empty tuple: anything.
+
+    soft_cap, windows: whether it can cap scores and bound how far a layer sees.
+    """
 
     devices: tuple[str, ...] = ()
     dtypes: tuple[torch.dtype, ...] = ()
     head_dims: tuple[int, ...] = ()
     page_sizes: tuple[int, ...] = ()
+    soft_cap: bool = True
+    windows: bool = True
     graph_capture: bool = False
+
+
+@dataclass(frozen=True)
+class AttentionShape:
+    """What a model asks of its backend; heads are those of this rank.
+
+    scale: of the scores, None: 1/sqrt(head_dim). soft_cap: scores s become soft_cap * tanh(s / soft_cap). windows: per layer, how
+    many tokens a token sees, itself included; None: all before it; empty: no layer has a window.
+    """
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    scale: float | None = None
+    soft_cap: float | None = None
+    windows: tuple[int | None, ...] = ()
+
+    def window(self, layer: int) -> int | None:
+        return self.windows[layer] if self.windows else None
 
 
 class AttentionPlan(Protocol):
@@ -62,6 +86,13 @@ class AttentionBackend(Protocol):
     def plan(self, rows: RowLayout, page_table_SP: Tensor) -> AttentionPlan: ...
 
     def run(
-        self, q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor, k_cache_CKH: Tensor, v_cache_CKH: Tensor, plan: AttentionPlan
+        self,
+        layer: int,
+        q_TNH: Tensor,
+        k_TKH: Tensor,
+        v_TKH: Tensor,
+        k_cache_CKH: Tensor,
+        v_cache_CKH: Tensor,
+        plan: AttentionPlan,
     ) -> Tensor:
         """Store k and v of the step into the layer's cache (C = pages * page_size token places), then attend. -> out_TNH."""

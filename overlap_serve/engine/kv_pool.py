@@ -8,8 +8,10 @@ L layers, C token places, K kv heads, H head dim, S slots, P pages per slot, M p
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -57,9 +59,8 @@ class KVPool:
         self.max_tokens = max_model_len + 1
         self.pages_per_slot = -(-self.max_tokens // page_size)
         shape = (num_layers, num_pages * page_size, num_kv_heads, head_dim)
-        # Zeros and not empty: untouched memory stays unmapped on a CPU, and every page holds finite numbers from the start.
-        self.k_LCKH = torch.zeros(shape, dtype=dtype, device=device)
-        self.v_LCKH = torch.zeros(shape, dtype=dtype, device=device)
+        self.k_LCKH = zeros(shape, dtype, device)
+        self.v_LCKH = zeros(shape, dtype, device)
         self.page_table_SP = torch.zeros((num_slots, self.pages_per_slot), dtype=torch.int32, device=device)
         self.tokens_SM = torch.zeros((num_slots, self.max_tokens), dtype=torch.int32, device=device)
 
@@ -79,6 +80,17 @@ class KVPool:
     def write_tokens(self, places_R: Tensor, ids_R: Tensor) -> None:
         """Sampled ids, int32, to flat places. Engine stream only."""
         self.tokens_SM.view(-1).index_copy_(0, places_R, ids_R)
+
+
+def zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Zeros whose untouched pages stay unmapped on a CPU: the pool may be larger than what is ever used of it.
+
+    torch.zeros writes them all (21 s for the 7 GB of the embedded model's default pool); numpy's come from calloc.
+    """
+    if device.type != "cpu":
+        return torch.zeros(shape, dtype=dtype, device=device)
+    num_bytes = math.prod(shape) * dtype.itemsize
+    return torch.from_numpy(np.zeros(num_bytes, dtype=np.uint8)).view(dtype).view(shape)
 
 
 def page_bytes(spec: EngineSpec) -> int:

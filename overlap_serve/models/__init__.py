@@ -1,1 +1,1 @@
-"""One decoder for all families: `tp` | `layers` | `decoder` | `families` (config readers, weight tables) | `weights` | `source`."""
+"""One decoder for all families: `tp` | `layers` | `moe` | `decoder` | `families` (config readers, weight tables) | `weights` | `source`."""

@@ -2,18 +2,21 @@
 
 They hold parameters and do arithmetic; what else they need arrives as an argument. Few and large operators, because on a CPU
 a small operator costs more in dispatch than in arithmetic. Parameters are allocated and left unset; `weights` fills them.
-T tokens, B rows, D hidden, V vocab, N query heads, K kv heads, H head dim, P positions, F features, X any rows.
+T tokens, B rows, D hidden, V vocab, N query heads, K kv heads, H head dim, R rotated dims of a head, P positions, F features,
+X any rows.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from overlap_serve.models.families import LinearRope, Llama3Rope, ModelConfig, RopeScaling
+from overlap_serve.models.families import DynamicRope, LinearRope, Llama3Rope, LongRope, RopeScaling, YarnRope
 from overlap_serve.models.tp import TP, vocab_rows, vocab_span
 
 
@@ -50,17 +53,111 @@ class RowLinear(Linear):
         return y_XF if self.bias is None else y_XF.add_(self.bias)
 
 
-class RMSNorm(nn.Module):
-    """arXiv:1910.07467. Normalized in float32, cast, then scaled: the rounding points of transformers' LlamaRMSNorm."""
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "silu": functional.silu,
+    "gelu": functional.gelu,
+    "gelu_pytorch_tanh": partial(functional.gelu, approximate="tanh"),
+}
 
-    def __init__(self, size: int, eps: float, *, dtype: torch.dtype, device: torch.device) -> None:
+
+def soft_cap(x: Tensor, cap: float) -> Tensor:
+    """Smoothly into (-cap, cap), in place (arXiv:2408.00118 section 2)."""
+    return x.div_(cap).tanh_().mul_(cap)
+
+
+class RMSNorm(nn.Module):
+    """arXiv:1910.07467. Normalized in float32; the rounding points are those of transformers.
+
+    offset: added to the weight (Gemma). cast_last: scaled in float32, then cast (Gemma, OLMo 2); else the reverse (Llama).
+    """
+
+    def __init__(
+        self,
+        size: int,
+        eps: float,
+        *,
+        offset: float = 0.0,
+        cast_last: bool = False,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
         super().__init__()
         self.weight = new_parameter(size, dtype=dtype, device=device)
         self.eps = eps
+        self.offset = offset
+        self.cast_last = cast_last
 
     def forward(self, x_XD: Tensor) -> Tensor:
-        normed_XD = functional.rms_norm(x_XD.float(), self.weight.shape, eps=self.eps)
-        return normed_XD.to(x_XD.dtype).mul_(self.weight)
+        return self.scale(functional.rms_norm(x_XD.float(), self.weight.shape, eps=self.eps), x_XD.dtype)
+
+    def scale(self, normed_XD: Tensor, dtype: torch.dtype) -> Tensor:
+        """normed_XD: float32, may be overwritten."""
+        if self.cast_last:
+            return normed_XD.mul_(self.weight.float() + self.offset).to(dtype)
+        return normed_XD.to(dtype).mul_(self.weight)
+
+
+class HeadNorm(nn.Module):
+    """RMS norm over each head, one weight for all query heads and one for all kv heads."""
+
+    def __init__(
+        self,
+        num_heads: int,
+        head_dim: int,
+        eps: float,
+        *,
+        offset: float,
+        cast_last: bool,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        super().__init__()
+        self.num_heads = num_heads
+        self.q_norm, self.k_norm = (
+            RMSNorm(head_dim, eps, offset=offset, cast_last=cast_last, dtype=dtype, device=device) for _ in range(2)
+        )
+
+    def forward(self, qk_TNH: Tensor) -> Tensor:
+        """qk_TNH: the query heads, then the kv heads. -> a new tensor."""
+        normed_TNH = functional.rms_norm(qk_TNH.float(), qk_TNH.shape[-1:], eps=self.q_norm.eps)
+        q_TNH = self.q_norm.scale(normed_TNH[:, : self.num_heads], qk_TNH.dtype)
+        k_TKH = self.k_norm.scale(normed_TNH[:, self.num_heads :], qk_TNH.dtype)
+        return torch.cat((q_TNH, k_TKH), dim=1)
+
+
+class ProjectionNorm(nn.Module):
+    """RMS norm over all query heads of a token, and another over all kv heads (OLMo 2, arXiv:2501.00656). weight: the rows of q,
+    then of k. Heads are divided over the ranks, so the mean squares are summed; copies of kv heads do not change the mean."""
+
+    def __init__(
+        self,
+        num_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        eps: float,
+        tp: TP,
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        super().__init__()
+        self.weight = new_parameter((num_heads + num_kv_heads) * head_dim, dtype=dtype, device=device)
+        self.heads = (num_heads, num_kv_heads)
+        self.head_dim = head_dim
+        self.eps = eps
+        self.tp = tp
+
+    def forward(self, qk_TNH: Tensor) -> Tensor:
+        """qk_TNH: the query heads, then the kv heads. -> a new tensor."""
+        qk32_TNH = qk_TNH.float()
+        squares_TN = qk32_TNH.square().mean(dim=2)
+        num_heads = self.heads[0]
+        means_T2 = torch.stack((squares_TN[:, :num_heads].mean(dim=1), squares_TN[:, num_heads:].mean(dim=1)), dim=1)
+        means_T2 = self.tp.all_reduce(means_T2) / self.tp.size
+        factor_T2 = torch.rsqrt(means_T2 + self.eps)
+        factor_TN = torch.cat([factor_T2[:, i, None].expand(-1, count) for i, count in enumerate(self.heads)], dim=1)
+        weight_NH = self.weight.view(-1, self.head_dim)
+        return (qk32_TNH * factor_TN[:, :, None] * weight_NH).to(qk_TNH.dtype)
 
 
 class VocabEmbedding(nn.Module):
@@ -89,47 +186,110 @@ class VocabEmbedding(nn.Module):
         return logits_BV[:, : self.vocab_size].float()
 
 
-def rope_frequencies(head_dim: int, theta: float, scaling: RopeScaling | None) -> Tensor:
-    """Angle per position of each of the H/2 pairs, float32 (arXiv:2104.09864), scaled as transformers' modeling_rope_utils does."""
-    inv_freq_H = 1.0 / (theta ** (torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim))
+def rope_frequencies(
+    rotary_dim: int, theta: float, scaling: RopeScaling | None, max_model_len: int
+) -> tuple[Tensor, float]:
+    """Angle per position of each of the R/2 pairs, float32 (arXiv:2104.09864), and a factor for cosine and sine.
+
+    Scaled as transformers' modeling_rope_utils does for a sequence of max_model_len tokens. Where that depends on the length
+    (dynamic, longrope) transformers changes its mind while a sequence grows, and its cached keys then carry old angles. A cache
+    shared by requests of all lengths allows one choice only, so it is made once, for the longest request that is served.
+    """
+    inv_freq_R = 1.0 / (theta ** (torch.arange(0, rotary_dim, 2, dtype=torch.float32) / rotary_dim))
     if isinstance(scaling, LinearRope):
-        return inv_freq_H / scaling.factor
+        return inv_freq_R / scaling.factor, 1.0
     if isinstance(scaling, Llama3Rope):
-        return _llama3_frequencies(inv_freq_H, scaling)
-    return inv_freq_H
+        return _llama3_frequencies(inv_freq_R, scaling), 1.0
+    if isinstance(scaling, DynamicRope):
+        longer = _dynamic_theta(rotary_dim, theta, scaling, max_model_len)
+        return rope_frequencies(rotary_dim, longer, None, max_model_len)
+    if isinstance(scaling, YarnRope):
+        return _yarn_frequencies(inv_freq_R, rotary_dim, theta, scaling), _yarn_attention_factor(scaling)
+    if isinstance(scaling, LongRope):
+        long = max_model_len > scaling.original_max_position_embeddings
+        factors_R = torch.tensor(scaling.long_factor if long else scaling.short_factor, dtype=torch.float32)
+        return inv_freq_R / factors_R, _longrope_attention_factor(scaling)
+    return inv_freq_R, 1.0
 
 
-def _llama3_frequencies(inv_freq_H: Tensor, scaling: Llama3Rope) -> Tensor:
+def _llama3_frequencies(inv_freq_R: Tensor, scaling: Llama3Rope) -> Tensor:
     low, high = scaling.low_freq_factor, scaling.high_freq_factor
-    wavelength_H = 2 * math.pi / inv_freq_H
-    turns_H = scaling.original_max_position_embeddings / wavelength_H  # over the original context
-    ramp_H = (turns_H - low) / (high - low)
-    blended_H = (1 - ramp_H) * inv_freq_H / scaling.factor + ramp_H * inv_freq_H
-    scaled_H = torch.where(turns_H < low, inv_freq_H / scaling.factor, inv_freq_H)
-    return torch.where((turns_H >= low) & (turns_H <= high), blended_H, scaled_H)
+    wavelength_R = 2 * math.pi / inv_freq_R
+    turns_R = scaling.original_max_position_embeddings / wavelength_R  # over the original context
+    ramp_R = (turns_R - low) / (high - low)
+    blended_R = (1 - ramp_R) * inv_freq_R / scaling.factor + ramp_R * inv_freq_R
+    scaled_R = torch.where(turns_R < low, inv_freq_R / scaling.factor, inv_freq_R)
+    return torch.where((turns_R >= low) & (turns_R <= high), blended_R, scaled_R)
+
+
+def _dynamic_theta(rotary_dim: int, theta: float, scaling: DynamicRope, length: int) -> float:
+    original = scaling.original_max_position_embeddings
+    stretch = scaling.factor * max(length, original) / original - (scaling.factor - 1)
+    return theta * math.pow(stretch, rotary_dim / (rotary_dim - 2))
+
+
+def _yarn_frequencies(inv_freq_R: Tensor, rotary_dim: int, theta: float, scaling: YarnRope) -> Tensor:
+    """Pairs that turn more than beta_fast times over the original context are kept, less than beta_slow interpolated."""
+
+    def pair(turns: float) -> float:
+        """The pair, as a fraction, that turns so often."""
+        wavelengths = scaling.original_max_position_embeddings / (turns * 2 * math.pi)
+        return rotary_dim * math.log(wavelengths) / (2 * math.log(theta))
+
+    low, high = pair(scaling.beta_fast), pair(scaling.beta_slow)
+    if scaling.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, rotary_dim - 1)
+    width = high - low if high != low else 0.001
+    interpolated_R = ((torch.arange(rotary_dim // 2, dtype=torch.float32) - low) / width).clamp(0, 1)
+    return inv_freq_R / scaling.factor * interpolated_R + inv_freq_R * (1 - interpolated_R)
+
+
+def _yarn_attention_factor(scaling: YarnRope) -> float:
+    def mscale(weight: float) -> float:
+        return 1.0 if scaling.factor <= 1 else 0.1 * weight * math.log(scaling.factor) + 1.0
+
+    if scaling.attention_factor is not None:
+        return scaling.attention_factor
+    if scaling.mscale and scaling.mscale_all_dim:
+        return mscale(scaling.mscale) / mscale(scaling.mscale_all_dim)
+    return mscale(1.0)
+
+
+def _longrope_attention_factor(scaling: LongRope) -> float:
+    if scaling.attention_factor is not None:
+        return scaling.attention_factor
+    if scaling.factor <= 1:
+        return 1.0
+    return math.sqrt(1 + math.log(scaling.factor) / math.log(scaling.original_max_position_embeddings))
 
 
 class Rope(nn.Module):
-    """Rotary embedding from a float32 table of P positions, 4 * P * H bytes. Halves are rotated against each other (Hugging
-    Face order), not neighbouring pairs."""
+    """Rotary embedding from a float32 table of P = max_model_len positions, 4 * P * R bytes. Halves are rotated against each other
+    (Hugging Face order), not neighbouring pairs."""
 
-    table_PH: Tensor
+    table_PR: Tensor
 
-    def __init__(self, config: ModelConfig, *, device: torch.device) -> None:
+    def __init__(
+        self, rotary_dim: int, theta: float, scaling: RopeScaling | None, max_model_len: int, *, device: torch.device
+    ) -> None:
         super().__init__()
-        inv_freq_H = rope_frequencies(config.head_dim, config.rope_theta, config.rope_scaling)
-        angles_PH = torch.arange(config.max_position_embeddings, dtype=torch.float32)[:, None] * inv_freq_H
-        table_PH = torch.cat((angles_PH.cos(), angles_PH.sin()), dim=-1).to(device)
-        self.register_buffer("table_PH", table_PH, persistent=False)
+        inv_freq_R, factor = rope_frequencies(rotary_dim, theta, scaling, max_model_len)
+        angles_PR = torch.arange(max_model_len, dtype=torch.float32)[:, None] * inv_freq_R
+        table_PR = torch.cat((angles_PR.cos(), angles_PR.sin()), dim=-1).mul_(factor).to(device)
+        self.register_buffer("table_PR", table_PR, persistent=False)
 
     def at(self, positions_T: Tensor) -> tuple[Tensor, Tensor]:
-        """(cos_T1H, sin_T1H) of a step, for all its layers; sin carries the sign of the rotation."""
-        cos_TH, sin_TH = self.table_PH[positions_T, None].chunk(2, dim=-1)
-        return torch.cat((cos_TH, cos_TH), dim=-1), torch.cat((-sin_TH, sin_TH), dim=-1)
+        """(cos_T1R, sin_T1R) of a step, for all its layers; sin carries the sign of the rotation."""
+        cos_TR, sin_TR = self.table_PR[positions_T, None].chunk(2, dim=-1)
+        return torch.cat((cos_TR, cos_TR), dim=-1), torch.cat((-sin_TR, sin_TR), dim=-1)
 
 
-def rotate(x_TNH: Tensor, cos_T1H: Tensor, sin_T1H: Tensor) -> Tensor:
-    """Rotary embedding of queries or keys, computed in float32. -> a new tensor of the same dtype."""
+def rotate(x_TNH: Tensor, cos_T1R: Tensor, sin_T1R: Tensor) -> Tensor:
+    """Rotary embedding of the first R dims of queries or keys, computed in float32. -> a new tensor of the same dtype."""
+    rotary_dim = cos_T1R.shape[-1]
+    if rotary_dim < x_TNH.shape[-1]:
+        return torch.cat((rotate(x_TNH[..., :rotary_dim], cos_T1R, sin_T1R), x_TNH[..., rotary_dim:]), dim=-1)
     x32_TNH = x_TNH.float()
-    swapped_TNH = x32_TNH.roll(x_TNH.shape[-1] // 2, dims=-1)
-    return torch.addcmul(x32_TNH * cos_T1H, swapped_TNH, sin_T1H).to(x_TNH.dtype)
+    swapped_TNH = x32_TNH.roll(rotary_dim // 2, dims=-1)
+    return torch.addcmul(x32_TNH * cos_T1R, swapped_TNH, sin_T1R).to(x_TNH.dtype)

@@ -13,6 +13,10 @@ from overlap_serve.device.cpu import CpuDevice
 from overlap_serve.device.cuda import CudaDevice
 from overlap_serve.engine.base import Engine
 from overlap_serve.engine.engine import TorchEngine, size_pool, warm_up
+from overlap_serve.engine.kv_pool import page_bytes
+from overlap_serve.errors import ConfigError, ModelLoadError
+from overlap_serve.models.decoder import Decoder
+from overlap_serve.models.families import read_config
 from overlap_serve.models.tp import NoTP
 from overlap_serve.models.weights import build_decoder
 from overlap_serve.text.tokenizer import Tokenizer
@@ -20,25 +24,93 @@ from overlap_serve.text.tokenizer import Tokenizer
 log = logging.getLogger(__name__)
 
 
+# Beside weights and KV pages: torch itself, a step's activations, the page table.
+HEADROOM_BYTES = 128 * 2**20
+MIB = 2**20
+
+
 def build_torch_engine(spec: EngineSpec) -> tuple[Engine, int, str]:
     """Load the weights, size the pool with what is left, run one warm-up step. -> engine, KV pages, torch version.
 
-    Raises ModelLoadError (checkpoint) and ConfigError (not enough memory; names the field to change).
+    Memory is counted before it is taken: on a CPU the kernel would end the process without a word. Raises ModelLoadError
+    (checkpoint) and ConfigError (not enough memory; names the field to change).
     """
     device: Device = CudaDevice() if spec.device == "cuda" else CpuDevice(spec.num_threads)
+    check_weights(spec, weight_bytes(spec), device.free_memory())
+    try:
+        engine, num_pages = _build(spec, device)
+    except RuntimeError as error:
+        if not is_out_of_memory(error):
+            raise
+        raise ConfigError(
+            f"{spec.device} memory ran out while starting {spec.model_name} ({str(error).splitlines()[0]}); lower "
+            "kv_memory_fraction or kv_cache_tokens, max_step_tokens or max_running_requests, or free memory"
+        ) from None
+    log.info(
+        "%s on %s, %s: %d KV pages of %d tokens", spec.model_name, spec.device, spec.dtype, num_pages, spec.page_size
+    )
+    return engine, num_pages, torch.__version__
+
+
+def _build(spec: EngineSpec, device: Device) -> tuple[TorchEngine, int]:
     folder = Path(spec.model_path)
+    tokenizer = Tokenizer.from_folder(folder)  # first: it is small, and may be broken
     decoder = build_decoder(
         folder,
         load_format=spec.load_format,
         dtype=getattr(torch, spec.dtype),
         device=device.torch_device,
         tp=NoTP(),
+        max_model_len=spec.max_model_len,
         seed=spec.seed,
     )
+    check_pages(spec, device.free_memory() - HEADROOM_BYTES)  # others may have taken some meanwhile
     num_pages = size_pool(spec, device)
-    engine = TorchEngine(spec, decoder, device, num_pages, num_valid_ids=len(Tokenizer.from_folder(folder)))
+    engine = TorchEngine(spec, decoder, device, num_pages, num_valid_ids=len(tokenizer))
     warm_up(engine)
-    log.info(
-        "%s on %s, %s: %d KV pages of %d tokens", spec.model_name, spec.device, spec.dtype, num_pages, spec.page_size
-    )
-    return engine, num_pages, torch.__version__
+    return engine, num_pages
+
+
+def weight_bytes(spec: EngineSpec) -> int:
+    """What this rank's parameters and tables will take. Raises ModelLoadError for a config.json that describes no possible model."""
+    folder = Path(spec.model_path)
+    config = read_config(folder)
+    meta = torch.device("meta")  # shapes without memory
+    try:
+        shapes = Decoder(
+            config, NoTP(), dtype=getattr(torch, spec.dtype), device=meta, max_model_len=spec.max_model_len
+        )
+    except RuntimeError as error:
+        reason = str(error).splitlines()[0]
+        raise ModelLoadError(f"{folder / 'config.json'}: no tensor can have these sizes ({reason})") from None
+    return sum(tensor.nbytes for tensor in (*shapes.parameters(), *shapes.buffers()))
+
+
+def check_weights(spec: EngineSpec, weights: int, free_bytes: int) -> None:
+    """Raises ConfigError unless the weights, not yet loaded, and then the configured KV pages fit into what is free."""
+    room = free_bytes - HEADROOM_BYTES - weights
+    if room < 0:
+        halve = "set dtype: bfloat16 (half as much), " if spec.dtype == "float32" else ""
+        more = "give the process more memory" if spec.device == "cpu" else "free the GPU or take a larger one"
+        raise ConfigError(
+            f"the weights of {spec.model_name} take {weights / MIB:.0f} MiB as {spec.dtype}, and {free_bytes / MIB:.0f} MiB are free on "
+            f"{spec.device} ({HEADROOM_BYTES // MIB} MiB are kept for the rest); {halve}choose a smaller `model`, or {more}"
+        )
+    check_pages(spec, room)
+
+
+def check_pages(spec: EngineSpec, room: int) -> None:
+    """Raises ConfigError unless the configured number of KV pages, if there is one, fits into `room` bytes beside the weights."""
+    pages = spec.num_pages * page_bytes(spec)
+    if pages > max(0, room):
+        fitting = max(0, room) // page_bytes(spec)
+        lower = f"set kv_cache_tokens to at most {fitting * spec.page_size}" if fitting >= 2 else "free memory"
+        raise ConfigError(
+            f"kv_cache_tokens is {spec.capacity_tokens(spec.num_pages)}, which takes {pages / MIB:.0f} MiB, and "
+            f"{max(0, room) / MIB:.0f} MiB are left on {spec.device} beside the weights; {lower}, or leave it out"
+        )
+
+
+def is_out_of_memory(error: RuntimeError) -> bool:
+    """Of the device, or of the host: for the latter torch has no class of its own."""
+    return isinstance(error, torch.OutOfMemoryError) or "DefaultCPUAllocator" in str(error)

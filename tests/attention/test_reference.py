@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from overlap_serve.attention.base import RowLayout
+from overlap_serve.attention.base import AttentionShape, RowLayout
 from overlap_serve.attention.reference import MAX_PADDING, ReferenceAttention, split_rows
 
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 2e-2}
@@ -42,15 +42,21 @@ class Cache:
         return [table[p // self.page_size] * self.page_size + p % self.page_size for p in range(length)]
 
 
-def naive(q_TNH: Tensor, k_LKH: Tensor, v_LKH: Tensor, start: int) -> np.ndarray:
+def naive(
+    q_TNH: Tensor, k_LKH: Tensor, v_LKH: Tensor, start: int, shape: AttentionShape, window: int | None
+) -> np.ndarray:
     """Softmax attention of tokens at positions start.. in float64, loop by loop."""
     q, k, v = (x.double().numpy() for x in (q_TNH, k_LKH, v_LKH))
     out = np.zeros_like(q)
     group = q.shape[1] // k.shape[1]
     for t in range(q.shape[0]):
         for n in range(q.shape[1]):
-            seen = slice(0, start + t + 1)
-            scores = k[seen, n // group] @ q[t, n] / math.sqrt(q.shape[2])
+            last = start + t + 1
+            seen = slice(0 if window is None else max(0, last - window), last)
+            scores = k[seen, n // group] @ q[t, n]
+            scores *= 1 / math.sqrt(q.shape[2]) if shape.scale is None else shape.scale
+            if shape.soft_cap is not None:
+                scores = shape.soft_cap * np.tanh(scores / shape.soft_cap)
             weights = np.exp(scores - scores.max())
             out[t, n] = (weights / weights.sum()) @ v[seen, n // group]
     return out
@@ -70,6 +76,9 @@ def run_and_check(
     group_tokens: int = 1024,
     poison: bool = False,
     device: str = "cpu",
+    scale: float | None = None,
+    soft_cap: float | None = None,
+    windows: tuple[int | None, ...] = (),
 ) -> None:
     contexts = [0] * (int(rows.slots_B.max()) + 1)
     for slot, start, length in zip(rows.slots_B, rows.starts_B, rows.lengths_B, strict=True):
@@ -90,16 +99,16 @@ def run_and_check(
     k_TKH = torch.randn((num_tokens, heads[1], head_dim), generator=generator).to(dtype)
     v_TKH = torch.randn((num_tokens, heads[1], head_dim), generator=generator).to(dtype)
 
-    backend = ReferenceAttention(*heads, head_dim, page_size, dtype, group_tokens=group_tokens)
+    shape = AttentionShape(*heads, head_dim, scale, soft_cap, windows)
+    backend = ReferenceAttention(shape, page_size, dtype, group_tokens=group_tokens)
     k_cache_CKH, v_cache_CKH = cache.k_CKH.to(device), cache.v_CKH.to(device)
     plan = backend.plan(rows, cache.page_table_SP.to(device))
-    for _ in range(2):  # a plan serves every layer of its step
-        out_TNH = backend.run(
-            q_TNH.to(device), k_TKH.to(device), v_TKH.to(device), k_cache_CKH, v_cache_CKH, plan
-        ).cpu()
+    qkv = (q_TNH.to(device), k_TKH.to(device), v_TKH.to(device))
+    # A plan serves every layer of its step.
+    outs = [backend.run(layer, *qkv, k_cache_CKH, v_cache_CKH, plan).cpu() for layer in range(len(windows) or 2)]
     cache.k_CKH, cache.v_CKH = k_cache_CKH.cpu(), v_cache_CKH.cpu()
 
-    assert out_TNH.shape == q_TNH.shape
+    assert {out_TNH.shape for out_TNH in outs} == {q_TNH.shape}
     assert torch.equal(cache.k_CKH[written], k_TKH)
     assert torch.equal(cache.v_CKH[written], v_TKH)
     kept = [place for place in range(len(k_before)) if place not in set(written)]
@@ -110,10 +119,11 @@ def run_and_check(
     for slot, start, length in zip(rows.slots_B.tolist(), rows.starts_B.tolist(), rows.lengths_B.tolist(), strict=True):
         places = cache.places(slot, start + length)
         tokens = slice(first, first + length)
-        expected = naive(q_TNH[tokens], cache.k_CKH[places], cache.v_CKH[places], start)
-        torch.testing.assert_close(
-            out_TNH[tokens].double(), torch.from_numpy(expected), rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype]
-        )
+        for out_TNH, window in zip(outs, windows or (None, None), strict=True):
+            expected = naive(q_TNH[tokens], cache.k_CKH[places], cache.v_CKH[places], start, shape, window)
+            torch.testing.assert_close(
+                out_TNH[tokens].double(), torch.from_numpy(expected), rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype]
+            )
         first += length
 
 
@@ -160,13 +170,81 @@ def test_stale_nan_outside_a_rows_own_context_never_reaches_it(page_size: int) -
     run_and_check(MIXED, page_size=page_size, poison=True)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("page_size", [1, 16])
+@pytest.mark.parametrize("heads", [(4, 4), (6, 2), (8, 1)], ids=str)
+def test_scale_soft_cap_and_windows_together(heads: tuple[int, int], page_size: int, dtype: torch.dtype) -> None:
+    run_and_check(MIXED, page_size=page_size, heads=heads, dtype=dtype, scale=0.4, soft_cap=1.5, windows=(None, 5, 17))
+
+
+@pytest.mark.parametrize("page_size", [1, 5, 16])
+@pytest.mark.parametrize("window", [1, 2, 15, 16, 17, 33, 34, 1000])
+def test_windows_of_mixed_rows(window: int, page_size: int) -> None:
+    """Other rows' pages hold NaN, and the longest row has 34 tokens."""
+    run_and_check(MIXED, page_size=page_size, windows=(window, None), poison=True)
+
+
+@pytest.mark.parametrize("window", [3, 16, 40])
+@pytest.mark.parametrize(
+    ("start", "length"), [(0, 1), (0, 40), (1, 40), (15, 2), (16, 16), (33, 7), (100, 1), (100, 9)]
+)
+@pytest.mark.parametrize("page_size", [1, 16])
+def test_windows_of_one_row(start: int, length: int, page_size: int, window: int) -> None:
+    run_and_check(layout([0], [start], [length]), page_size=page_size, windows=(window,), poison=True)
+
+
+@pytest.mark.parametrize("window", [7, 8, 9, 10])
+def test_a_window_about_as_long_as_a_first_chunk_beside_a_longer_row(window: int) -> None:
+    run_and_check(layout([0, 1], [0, 60], [9, 1]), page_size=16, windows=(window,))
+
+
+@pytest.mark.parametrize("window", [8, 60])
+@pytest.mark.parametrize("group_tokens", [1, 50, 128, 4096])
+def test_windows_of_decode_rows_in_several_groups(group_tokens: int, window: int) -> None:
+    run_and_check(
+        layout(list(range(9)), [3, 60, 4, 61, 5, 200, 0, 59, 1], [1] * 9),
+        page_size=16,
+        group_tokens=group_tokens,
+        windows=(window, None),
+        poison=True,
+    )
+
+
+@pytest.mark.parametrize("soft_cap", [0.5, 50.0])
+def test_soft_caps_without_windows(soft_cap: float) -> None:
+    run_and_check(MIXED, page_size=16, soft_cap=soft_cap)
+    run_and_check(layout([0, 1], [40, 12], [1, 1]), page_size=16, soft_cap=soft_cap, poison=True)
+
+
+def test_a_scale_of_the_model_wins_over_the_default() -> None:
+    run_and_check(MIXED, page_size=16, scale=1.0)
+
+
+def test_windowed_decode_reads_only_the_pages_that_its_window_touches() -> None:
+    backend = ReferenceAttention(AttentionShape(6, 2, 16, windows=(20, None)), 16, torch.float32)
+    cache = Cache([500, 40, 10], 16, 2, 16, torch.float32)
+    plan = backend.plan(layout([0, 1, 2], [499, 39, 9], [1, 1, 1]), cache.page_table_SP)
+    windowed = torch.cat([group.pages for group in plan.by_window[20].groups])
+    # 500 tokens: places 480 to 499 in pages 30 and 31; 40: places 20 to 39 in pages 1 and 2; 10: page 0, padded to 2 pages.
+    assert len(windowed) == 6
+    assert windowed.tolist()[:4] == [*cache.page_table_SP[0, 30:32].tolist(), *cache.page_table_SP[1, 1:3].tolist()]
+
+
+def test_layers_of_windows_that_hide_nothing_share_the_plan() -> None:
+    backend = ReferenceAttention(AttentionShape(6, 2, 16, windows=(64, 20, None)), 16, torch.float32)
+    cache = Cache([40], 16, 2, 16, torch.float32)
+    plan = backend.plan(layout([0], [39], [1]), cache.page_table_SP)
+    assert plan.by_window[64] is plan.by_window[None]
+    assert plan.by_window[20] is not plan.by_window[None]
+
+
 def test_a_nan_row_leaves_its_neighbours_alone() -> None:
     cache = Cache([20, 35], 16, 2, 16, torch.float32)
     rows = layout([0, 1], [19, 34], [1, 1])
     q, k, v = torch.randn(2, 6, 16), torch.randn(2, 2, 16), torch.randn(2, 2, 16)
     q[0] = float("nan")
-    backend = ReferenceAttention(6, 2, 16, 16, torch.float32)
-    out = backend.run(q, k, v, cache.k_CKH, cache.v_CKH, backend.plan(rows, cache.page_table_SP))
+    backend = ReferenceAttention(AttentionShape(6, 2, 16), 16, torch.float32)
+    out = backend.run(0, q, k, v, cache.k_CKH, cache.v_CKH, backend.plan(rows, cache.page_table_SP))
     assert out[0].isnan().all()
     assert out[1].isfinite().all()
 
@@ -176,10 +254,10 @@ def test_queries_and_keys_may_be_views_of_one_tensor() -> None:
     rows = layout([0, 1], [19, 4], [1, 4])
     qk = torch.randn(5, 8, 16)
     v = torch.randn(5, 2, 16)
-    backend = ReferenceAttention(6, 2, 16, 16, torch.float32)
+    backend = ReferenceAttention(AttentionShape(6, 2, 16), 16, torch.float32)
     plan = backend.plan(rows, cache.page_table_SP)
-    of_views = backend.run(qk[:, :6], qk[:, 6:], v, cache.k_CKH, cache.v_CKH, plan)
-    own = backend.run(qk[:, :6].clone(), qk[:, 6:].clone(), v, cache.k_CKH, cache.v_CKH, plan)
+    of_views = backend.run(0, qk[:, :6], qk[:, 6:], v, cache.k_CKH, cache.v_CKH, plan)
+    own = backend.run(0, qk[:, :6].clone(), qk[:, 6:].clone(), v, cache.k_CKH, cache.v_CKH, plan)
     assert torch.equal(of_views, own)
 
 
@@ -203,3 +281,6 @@ def test_groups_are_bounded_in_size_and_padding() -> None:
 @pytest.mark.parametrize("page_size", [1, 16])
 def test_mixed_rows_equal_the_definition_on_a_gpu(page_size: int, dtype: torch.dtype) -> None:
     run_and_check(MIXED, page_size=page_size, heads=(9, 3), head_dim=64, dtype=dtype, poison=True, device="cuda")
+    run_and_check(
+        MIXED, page_size=page_size, dtype=dtype, poison=True, device="cuda", soft_cap=1.5, windows=(None, 5, 17)
+    )

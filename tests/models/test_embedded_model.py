@@ -62,7 +62,7 @@ class Batch:
 @torch.inference_mode()
 def greedy(decoder: Decoder, prompts: list[list[int]], num_tokens: int) -> list[list[int]]:
     """Prefill each prompt alone, then decode all rows together."""
-    sequences = [DenseAttend() for _ in prompts]
+    sequences = [DenseAttend(decoder.config) for _ in prompts]
     hidden = [
         decoder.forward(torch.tensor(prompt), torch.arange(len(prompt)), attend)[-1:]
         for prompt, attend in zip(prompts, sequences, strict=True)

