@@ -21,7 +21,8 @@ class Join(msgspec.Struct, frozen=True, array_like=True):
     """A request enters the batch (admission, or resumption after preemption).
 
     token_ids: every known token, prompt and generated (int32 bytes), uploaded to the token pool. start: tokens whose KV is
-    already in `pages` (prefix hit), < number of known tokens. pages: of positions [0, len(pages) * page_size).
+    already in `pages` (prefix hit), < number of known tokens. pages: of positions [0, len(pages) * page_size). sampling: what this
+    row asks for; prompt_logprobs is -1 for choices that do not report them, and once they are reported.
     """
 
     slot: int

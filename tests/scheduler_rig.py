@@ -1,17 +1,20 @@
 """Rig S: the real scheduler, loop, cache and batch mirror over the fake engine, with everything checked at every round.
 
-The fake engine's next token is a pure function of what its KV pages hold, so that a page mix-up is a wrong token. The rig adds
+The fake engine's next token is a pure function of what its KV pages hold, and so are its logprobs, so that a page mix-up is a wrong
+token or a wrong value. The rig adds
 what tokens alone cannot show: who touches shared device state, pages that return under a step in flight, page table entries
 that change, rows that differ between scheduler and mirror, streams without exactly one end.
 """
 
 from __future__ import annotations
 
+import itertools
 import random
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+import msgspec
 import numpy as np
 
 from overlap_serve.cache.prefix import NoPrefixCache
@@ -19,7 +22,7 @@ from overlap_serve.cache.radix import RadixCache
 from overlap_serve.device.base import StreamFactory
 from overlap_serve.device.stepped import SteppedStreams
 from overlap_serve.device.thread import ThreadStreams
-from overlap_serve.engine.fake import DeviceState, FakeEngine, next_token
+from overlap_serve.engine.fake import DeviceState, FakeEngine, context_hash, next_token, token_logprob
 from overlap_serve.messages import (
     AbortRequest,
     Ended,
@@ -33,7 +36,7 @@ from overlap_serve.messages import (
 )
 from overlap_serve.runtime.loop import OverlapLoop
 from overlap_serve.runtime.meter import LoopMeter
-from overlap_serve.sampling import SamplingParams, TextParams
+from overlap_serve.sampling import SamplingParams, TextParams, TokenLogprob
 from overlap_serve.scheduler.scheduler import Limits, Scheduler
 from overlap_serve.step import StepPlan
 
@@ -96,6 +99,18 @@ def oracle(request: GenerateRequest, choice: int, limits: Limits, eos_every: int
         if int(tokens[n]) in ends:
             return tokens[len(prompt) : n + 1].tolist(), "stop"
     return tokens[len(prompt) : bound].tolist(), "length"
+
+
+def oracle_logprobs(request: GenerateRequest, tokens: Sequence[int], eos_every: int) -> list[TokenLogprob]:
+    """Logprobs of the prompt (if asked for) and of these generated tokens, one context at a time."""
+    prompt = unpack_ids(request.prompt)
+    known = np.array([*prompt, *tokens], dtype=np.int64)
+    asks = [request.sampling.prompt_logprobs] * len(prompt) + [request.sampling.logprobs] * len(tokens)
+    entries = [TokenLogprob(prompt[0], None)] if asks[0] >= 0 else []
+    for n, num_top in itertools.islice(enumerate(asks), 1, None):
+        if num_top >= 0:
+            entries.append(token_logprob(context_hash(known[:n]), int(known[n]), num_top, eos_every))
+    return entries
 
 
 class CheckedEngine(FakeEngine):
@@ -174,6 +189,8 @@ class Ledger:
 
     def __init__(self) -> None:
         self.tokens: dict[tuple[str, int], list[int]] = {}
+        self.logprobs: dict[tuple[str, int], list[TokenLogprob]] = {}
+        self.prompt_logprobs: dict[tuple[str, int], tuple[TokenLogprob, ...]] = {}
         self.finish: dict[tuple[str, int], TokenOutput] = {}
         self.ended: list[str] = []
         self.first_round: dict[tuple[str, int], int] = {}
@@ -197,6 +214,11 @@ class Ledger:
         ids = self.tokens.setdefault(key, [])
         assert output.first_index == len(ids), f"{key}: ids repeated or lost"
         ids.extend(output.token_ids)
+        assert len(output.logprobs) in (0, len(output.token_ids)), f"{key}: logprobs repeated or lost"
+        self.logprobs.setdefault(key, []).extend(output.logprobs)
+        if output.prompt_logprobs is not None:
+            assert output.open is not None and output.choice == 0, f"{key}: prompt logprobs at the wrong place"
+            self.prompt_logprobs[key] = output.prompt_logprobs
         if output.token_ids:
             self.rounds.setdefault(key, []).append(self.clock())
         if output.finish is not None:
@@ -254,11 +276,14 @@ def run_case(
     )
     try:
         loop.run()
+    except AssertionError as error:
+        # The loop ends every request before it raises, which may trip over what broke: tell of the first.
+        raise (error.__context__ if isinstance(error.__context__, AssertionError) else error) from None
     finally:
         engine.close()
     checker.check()
     scheduler.check_accounting()
-    assert scheduler.at_rest
+    assert scheduler.at_rest and scheduler.counters.repairs == 0
     _check_ends(case, ledger)
     return Run(ledger, scheduler, engine, inbox.round)
 
@@ -278,8 +303,8 @@ class _Checker:
         scheduler.check_accounting()
         if self._radix is not None:
             self._radix.check()
+        self._check_late_release()  # first: a row that was released early has lost its slot
         self._check_rows()
-        self._check_late_release()
 
     def _check_rows(self) -> None:
         """The rows that the mirror rebuilt from deltas are the rows that the scheduler planned."""
@@ -321,11 +346,25 @@ def _check_ends(case: Case, ledger: Ledger) -> None:
                 assert (got, end.finish) == (expected, reason), (
                     f"{key}: {end.finish} after {len(got)} of {len(expected)}"
                 )
+            _check_logprobs(request, key, ledger, case.eos_every)
+
+
+def _check_logprobs(request: GenerateRequest, key: tuple[str, int], ledger: Ledger, eos_every: int) -> None:
+    """Exactly those that were asked for: of each token, and of the prompt once, on choice 0, before its first token."""
+    got = [*ledger.prompt_logprobs.get(key, ()), *ledger.logprobs[key]]
+    sampling = request.sampling
+    if max(sampling.logprobs, sampling.prompt_logprobs) < 0:
+        assert got == [], f"{key}: logprobs that nobody asked for"
+        return
+    if key[1] != 0 or (key not in ledger.prompt_logprobs and not ledger.tokens[key]):
+        request = msgspec.structs.replace(request, sampling=msgspec.structs.replace(sampling, prompt_logprobs=-1))
+    assert got == oracle_logprobs(request, ledger.tokens[key], eos_every), f"{key}: wrong logprobs"
 
 
 def random_case(seed: int) -> Case:
-    """Random arrivals, lengths, shared prefixes, chunk and page sizes, aborts, priorities, deadlines; a tight pool."""
+    """Random arrivals, lengths, shared prefixes, chunk and page sizes, aborts, priorities, deadlines, logprobs; a tight pool."""
     rng = random.Random(seed)
+    asks = random.Random(~seed)
     page_size = rng.choice((1, 1, 4, 16, 16))
     bases = [[rng.randrange(VOCAB) for _ in range(60)] for _ in range(3)]
     script: list[tuple[int, Message]] = []
@@ -350,6 +389,8 @@ def random_case(seed: int) -> Case:
             priority=rng.choice((0, 0, 0, -1, 1)),
             timeout_s=rng.choice((0.002, 0.01, 0.03)) if rng.random() < 0.1 else None,
             cache_salt=rng.choice(("", "", "a")),
+            logprobs=asks.choice((0, 1, 5)) if asks.random() < 0.2 else -1,
+            prompt_logprobs=asks.choice((0, 1, 5)) if asks.random() < 0.2 else -1,
         )
         script.append((at, request))
         if rng.random() < 0.25:

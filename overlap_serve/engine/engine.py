@@ -12,24 +12,26 @@ T tokens of the step, R sampled rows, D hidden, V vocab, N query heads, K kv hea
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from overlap_serve.attention.base import Attend, AttentionBackend
+from overlap_serve.attention.base import Attend, AttentionBackend, AttentionShape
 from overlap_serve.attention.select import select
 from overlap_serve.config import EngineSpec
 from overlap_serve.device.base import Device, Event
 from overlap_serve.engine.base import PendingStep
 from overlap_serve.engine.batch import BatchMirror
-from overlap_serve.engine.inputs import InputBuilder, StepBuffer, StepInputs
+from overlap_serve.engine.inputs import InputBuilder, PromptScores, SampledScores, Scores, StepBuffer, StepInputs
 from overlap_serve.engine.kv_pool import KVPool, page_bytes
+from overlap_serve.engine.logprobs import SLICE_ROWS, score, unpack
 from overlap_serve.engine.sampler import SampleInputs, sample
 from overlap_serve.errors import ConfigError
 from overlap_serve.messages import pack_ids
-from overlap_serve.sampling import SamplingParams
+from overlap_serve.sampling import SamplingParams, TokenLogprob
 from overlap_serve.step import Join, StepPlan, StepResult
 
 MIN_REQUEST_TOKENS = 256  # a pool that cannot hold one request of this size is not worth starting
@@ -37,13 +39,22 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 
 
 class DecoderShape(Protocol):
-    """Sizes of the whole model."""
+    """Sizes of the whole model, and what it asks of attention (see `AttentionShape`)."""
 
     @property
     def num_layers(self) -> int: ...
 
     @property
     def head_dim(self) -> int: ...
+
+    @property
+    def attention_scale(self) -> float | None: ...
+
+    @property
+    def attention_soft_cap(self) -> float | None: ...
+
+    @property
+    def windows(self) -> tuple[int | None, ...]: ...
 
     @property
     def vocab_size(self) -> int: ...
@@ -70,10 +81,12 @@ class TorchDecoder(Protocol):
 
 @dataclass
 class _Step:
-    """A step between its two launches. hidden_RD is written and read by work of the engine stream."""
+    """A step between its two launches. Hidden states, of sampled rows and of the places A that predict prompt tokens to score, are
+    written and read by work of the engine stream."""
 
     inputs: StepInputs
     hidden_RD: Tensor | None = None
+    hidden_AD: Tensor | None = None
 
 
 class PendingTorchStep:
@@ -85,9 +98,25 @@ class PendingTorchStep:
 
     def result(self) -> StepResult:
         self._copy_done.synchronize()
-        ids = self._inputs.buffer.ids_host[: self._inputs.num_sampled].tolist()
-        self._inputs.buffer.in_flight = False
-        return StepResult(self._inputs.step, tuple(ids))
+        inputs = self._inputs
+        ids = inputs.buffer.ids_host[: inputs.num_sampled].tolist()
+        logprobs = () if inputs.sampled_scores is None else self._logprobs(inputs.sampled_scores)
+        prompt_logprobs = () if inputs.prompt_scores is None else self._prompt_logprobs(inputs.prompt_scores)
+        inputs.buffer.in_flight = False
+        return StepResult(inputs.step, tuple(ids), logprobs, prompt_logprobs)
+
+    def _logprobs(self, scores: SampledScores) -> tuple[TokenLogprob | None, ...]:
+        entries: list[TokenLogprob | None] = [None] * self._inputs.num_sampled
+        for row, entry in zip(scores.rows, self._unpack(scores), strict=True):
+            entries[row] = entry
+        return tuple(entries)
+
+    def _prompt_logprobs(self, scores: PromptScores) -> tuple[tuple[int, tuple[TokenLogprob, ...]], ...]:
+        entries = iter(self._unpack(scores))
+        return tuple((slot, tuple(itertools.islice(entries, count))) for slot, count in scores.parts)
+
+    def _unpack(self, scores: Scores) -> list[TokenLogprob]:
+        return unpack(scores.host_words(self._inputs.buffer).numpy(), scores.nums)
 
 
 class TorchEngine:
@@ -111,10 +140,15 @@ class TorchEngine:
             spec.attention_backend,
             device.torch_device,
             dtype,
-            num_heads=decoder.num_heads,
-            num_kv_heads=decoder.num_kv_heads,
-            head_dim=shape.head_dim,
-            page_size=spec.page_size,
+            AttentionShape(
+                decoder.num_heads,
+                decoder.num_kv_heads,
+                shape.head_dim,
+                shape.attention_scale,
+                shape.attention_soft_cap,
+                shape.windows,
+            ),
+            spec.page_size,
         )
         self._pool = KVPool(
             num_layers=shape.num_layers,
@@ -155,6 +189,8 @@ class TorchEngine:
     def launch_sample(self) -> PendingStep:
         step, self._step = self._step, None
         assert step is not None, "launch_sample without launch_forward"
+        if step.inputs.prompt_scores is not None:
+            self._engine_stream.launch(lambda: self._score_prompt(step))
         if step.inputs.num_sampled:
             self._engine_stream.launch(lambda: self._sample(step))
         return PendingTorchStep(step.inputs, self._engine_stream.record())
@@ -180,13 +216,15 @@ class TorchEngine:
             self._pool.read_tokens(view(inputs.places_T)), view(inputs.positions_T), attend
         )
         step.hidden_RD = hidden_TD if inputs.last_R is None else hidden_TD.index_select(0, view(inputs.last_R))
+        if inputs.prompt_scores is not None:
+            step.hidden_AD = hidden_TD.index_select(0, view(inputs.prompt_scores.at_A))
 
     def _attend(self, inputs: StepInputs) -> Attend:
         plan = self._attention.plan(inputs.layout, self._pool.page_table_SP)
         k_LCKH, v_LCKH = self._pool.k_LCKH, self._pool.v_LCKH
 
         def attend(layer: int, q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor) -> Tensor:
-            return self._attention.run(q_TNH, k_TKH, v_TKH, k_LCKH[layer], v_LCKH[layer], plan)
+            return self._attention.run(layer, q_TNH, k_TKH, v_TKH, k_LCKH[layer], v_LCKH[layer], plan)
 
         return attend
 
@@ -194,10 +232,27 @@ class TorchEngine:
         inputs, buffer = step.inputs, step.inputs.buffer
         assert step.hidden_RD is not None
         logits_RV = self._decoder.logits(step.hidden_RD)
+        scores = inputs.sampled_scores
+        # A copy, because the sampler overwrites its logits.
+        raw_AV = None if scores is None else logits_RV.index_select(0, buffer.view(scores.at_A))
         groups = SampleInputs.of(inputs.groups.map(buffer.view))
         ids_R = sample(logits_RV, groups, self._pool.tokens_SM, self._num_valid_ids)
         self._pool.write_tokens(buffer.view(inputs.new_places_R), ids_R)
         buffer.ids_host[: inputs.num_sampled].copy_(ids_R, non_blocking=True)
+        if scores is not None and raw_AV is not None:
+            targets_A = ids_R.index_select(0, buffer.view(scores.at_A))
+            words_AW = score(raw_AV, targets_A, scores.num_top, self._num_valid_ids)
+            scores.host_words(buffer).copy_(words_AW, non_blocking=True)
+
+    def _score_prompt(self, step: _Step) -> None:
+        """In slices: the logits of a whole chunk of 8,192 tokens would be 5 GB."""
+        scores, buffer = step.inputs.prompt_scores, step.inputs.buffer
+        assert scores is not None and step.hidden_AD is not None
+        targets_A = self._pool.read_tokens(buffer.view(scores.targets_A))
+        slices = (torch.split(tensor, SLICE_ROWS) for tensor in (step.hidden_AD, targets_A, scores.host_words(buffer)))
+        for hidden_BD, targets_B, words_BW in zip(*slices, strict=True):
+            logits_BV = self._decoder.logits(hidden_BD)
+            words_BW.copy_(score(logits_BV, targets_B, scores.num_top, self._num_valid_ids), non_blocking=True)
 
 
 def size_pool(spec: EngineSpec, device: Device) -> int:

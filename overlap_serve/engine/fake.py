@@ -2,11 +2,14 @@
 
 It keeps what the real one keeps: KV pages, page table and token pool that only the engine stream touches, step-private
 inputs, ids fed back on the "device". A KV place holds the token id that was computed there; the next token is a hash of the
-ids that the row's *pages* hold. So any page mix-up, late write or reuse becomes a wrong token at once (rig S of the tests).
+ids that the row's *pages* hold, and so are logprobs. So any page mix-up, late write or reuse becomes a wrong token or value at
+once (rig S of the tests).
 """
 
 from __future__ import annotations
 
+import itertools
+import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -16,7 +19,7 @@ import numpy as np
 from overlap_serve.config import FAKE_EOS_ID
 from overlap_serve.device.base import Event, StreamFactory
 from overlap_serve.engine.batch import BatchMirror, StepRows
-from overlap_serve.sampling import SamplingParams
+from overlap_serve.sampling import SamplingParams, TokenLogprob
 from overlap_serve.step import Join, StepPlan, StepResult
 
 _MASK = (1 << 64) - 1
@@ -27,7 +30,7 @@ FIRST_PRINTABLE, NUM_PRINTABLE = 32, 95
 def next_token(token_ids: np.ndarray, prompt_len: int, sampling: SamplingParams, choice: int, eos_every: int) -> int:
     """The model: a pure function of the visible ids, and of (seed, choice, position) unless greedy. Printable, or the end id."""
     n = len(token_ids)
-    h = int((token_ids.astype(np.uint64) * _WEIGHTS[:n]).sum(dtype=np.uint64)) ^ n
+    h = context_hash(token_ids)
     if not sampling.greedy:
         h ^= _mix((sampling.seed & _MASK) ^ _mix(choice * 0x9E3779B97F4A7C15 + n))
     h = _mix(h)
@@ -39,6 +42,41 @@ def next_token(token_ids: np.ndarray, prompt_len: int, sampling: SamplingParams,
         if token not in masked:
             return token
     return FAKE_EOS_ID
+
+
+def context_hash(token_ids: np.ndarray) -> int:
+    """All that the model knows of the visible ids."""
+    n = len(token_ids)
+    return int((token_ids.astype(np.uint64) * _WEIGHTS[:n]).sum(dtype=np.uint64)) ^ n
+
+
+def prefix_hashes(token_ids: np.ndarray) -> list[int]:
+    """`context_hash` of every prefix, from the first token alone to all of them."""
+    n = len(token_ids)
+    sums = (token_ids.astype(np.uint64) * _WEIGHTS[:n]).cumsum(dtype=np.uint64)
+    hashes: list[int] = (sums ^ np.arange(1, n + 1, dtype=np.uint64)).tolist()
+    return hashes
+
+
+def token_logprob(context: int, token: int, num_top: int, eos_every: int) -> TokenLogprob:
+    """Of a geometric distribution whose likeliest token is the greedy one: the end id if it is that, then the printable ids
+    from the greedy one on, round, then all others. How steep it falls is a matter of the context, too."""
+    h = _mix(context)
+    ends = bool(eos_every) and (h >> 32) % eos_every == 0
+    ratio = 0.25 + (h >> 48) / 2**17
+
+    def logprob(rank: int) -> float:
+        return math.log1p(-ratio) + rank * math.log(ratio)
+
+    def rank_of(token: int) -> int:
+        if ends and token == FAKE_EOS_ID:
+            return 0
+        index = token - FIRST_PRINTABLE
+        return ends + ((index - h) % NUM_PRINTABLE if 0 <= index < NUM_PRINTABLE else NUM_PRINTABLE + token)
+
+    printable = (FIRST_PRINTABLE + (h + shift) % NUM_PRINTABLE for shift in range(NUM_PRINTABLE))
+    likeliest = itertools.islice(itertools.chain((FAKE_EOS_ID,) * ends, printable), num_top)
+    return TokenLogprob(token, logprob(rank_of(token)), tuple((top, logprob(i)) for i, top in enumerate(likeliest)))
 
 
 def _mix(x: int) -> int:
@@ -67,7 +105,11 @@ class StepInputs:
     plan: StepPlan
     rows: StepRows
     joins: list[Join]  # of the sampled rows
-    token_ids: list[int] = field(default_factory=list)  # written by the sampler
+    asks: list[tuple[Join, int, int]]  # positions [begin, end) predict prompt tokens whose logprobs are asked for
+    # Written by the sampler:
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: dict[int, TokenLogprob] = field(default_factory=dict)  # by sampled row
+    prompt_logprobs: list[tuple[int, tuple[TokenLogprob, ...]]] = field(default_factory=list)
 
 
 class FakePending:
@@ -77,7 +119,9 @@ class FakePending:
 
     def result(self) -> StepResult:
         self._copy_done.synchronize()
-        return StepResult(self._inputs.plan.step, tuple(self._inputs.token_ids))
+        inputs = self._inputs
+        logprobs = tuple(inputs.logprobs.get(row) for row in range(len(inputs.token_ids))) if inputs.logprobs else ()
+        return StepResult(inputs.plan.step, tuple(inputs.token_ids), logprobs, tuple(inputs.prompt_logprobs))
 
 
 class FakeEngine:
@@ -112,7 +156,7 @@ class FakeEngine:
     def launch_forward(self, plan: StepPlan) -> None:
         rows = self._batch.apply(plan)
         sampled = rows.slots_B[rows.samples_B].tolist()
-        inputs = StepInputs(plan, rows, [self._batch.joins[slot] for slot in sampled])
+        inputs = StepInputs(plan, rows, [self._batch.joins[slot] for slot in sampled], self._prompt_asks(plan, rows))
         entries = self._page_entries(plan)
         self._scheduler_stream.launch(lambda: self.prepare(inputs, entries))
         self._engine_stream.wait(self._scheduler_stream.record())  # sync point 1
@@ -153,11 +197,33 @@ class FakeEngine:
         rows = inputs.rows
         slots = rows.slots_B[rows.samples_B].tolist()
         ends = (rows.starts_B + rows.lengths_B)[rows.samples_B].tolist()
-        for join, slot, end in zip(inputs.joins, slots, ends, strict=True):
+        for row, (join, slot, end) in enumerate(zip(inputs.joins, slots, ends, strict=True)):
             seen = self.state.kv[self._places(slot, 0, end)]
             token = next_token(seen, join.prompt_len, join.sampling, join.choice, self._eos_every)
             self.state.token_pool_SL[slot, end] = token
             inputs.token_ids.append(token)
+            if join.sampling.logprobs >= 0:
+                num_top = join.sampling.logprobs
+                inputs.logprobs[row] = token_logprob(context_hash(seen), token, num_top, self._eos_every)
+        for join, begin, end in inputs.asks:
+            inputs.prompt_logprobs.append((join.slot, self._score_prompt(join, begin, end)))
+
+    def _score_prompt(self, join: Join, begin: int, end: int) -> tuple[TokenLogprob, ...]:
+        """Of the prompt tokens at begin + 1 to end, from what the pages hold before each."""
+        contexts = prefix_hashes(self.state.kv[self._places(join.slot, 0, end)])[begin:]
+        tokens = self.state.token_pool_SL[join.slot, begin + 1 : end + 1].tolist()
+        num_top = join.sampling.prompt_logprobs
+        return tuple(token_logprob(c, t, num_top, self._eos_every) for c, t in zip(contexts, tokens, strict=True))
+
+    def _prompt_asks(self, plan: StepPlan, rows: StepRows) -> list[tuple[Join, int, int]]:
+        asks = []
+        starts = rows.starts_B[: len(plan.chunks)].tolist()  # chunks are the first rows
+        for (slot, length), start in zip(plan.chunks, starts, strict=True):
+            join = self._batch.joins[slot]
+            end = min(start + length, join.prompt_len - 1)
+            if join.sampling.prompt_logprobs >= 0 and end > start:
+                asks.append((join, start, end))
+        return asks
 
     def upload(self, joins: Sequence[Join]) -> None:
         for join in joins:

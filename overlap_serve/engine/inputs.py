@@ -4,7 +4,7 @@ Owns the ring's step-private buffers (invariant 2: whatever two streams touch be
 each slot's table row. Never sees a request: only joins and rows. The one idea: a step's arrays are gathered by numpy from
 slot-indexed ones and packed into one buffer, so steady-state decode is one copy and runs no Python per row.
 
-B rows of the step, T its tokens, R sampled rows, S slots, P pages per slot, M places of a token pool row.
+B rows of the step, T its tokens, R sampled rows, A places to score, S slots, P pages per slot, M places of a token pool row.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from torch import Tensor
 
 from overlap_serve.attention.base import RowLayout
 from overlap_serve.device.base import Device
+from overlap_serve.engine import logprobs
 from overlap_serve.engine.batch import StepRows
 from overlap_serve.engine.kv_pool import JoinDelta, PoolDelta
 from overlap_serve.engine.params import Groups, SlotParams
@@ -59,11 +60,13 @@ class Packer:
 
 
 class StepBuffer:
-    """Memory of one step in flight: inputs on host and device, sampled ids on the host. Reused when `in_flight` is false."""
+    """Memory of one step in flight: inputs on host and device, sampled ids and scores on the host. Reused when `in_flight` is
+    false. scores_host: words of `logprobs`, first of prompt tokens, then of sampled rows."""
 
     def __init__(self, device: Device, max_rows: int) -> None:
         self.in_flight = False
         self.ids_host = device.host_buffer((max_rows,), torch.int32)
+        self.scores_host = device.host_buffer((max_rows * logprobs.num_words(logprobs.MAX_TOP),), torch.int32)
         self._device = device
         self._num_words = 0
         self._grow(FIRST_CAPACITY)
@@ -76,6 +79,11 @@ class StepBuffer:
         words = self._host.numpy()
         for array, begin in zip(packer.arrays, packer.begins, strict=True):
             words[begin : begin + num_words(array.nbytes)].view(array.dtype)[: len(array)] = array
+
+    def reserve_scores(self, num_words: int) -> None:
+        """Room for the words that the step's result will bring; only prompts need more than there is from the start."""
+        if num_words > len(self.scores_host):
+            self.scores_host = self._device.host_buffer((2 * num_words,), torch.int32)
 
     def upload(self) -> None:
         """Work of the scheduler stream."""
@@ -106,11 +114,49 @@ class PoolSpans(NamedTuple):
 
 
 @dataclass(frozen=True)
+class Scores:
+    """Places whose tokens get logprobs. nums: top tokens that each reports; the device finds as many for all as one asks for.
+    begin: of the words in `StepBuffer.scores_host`."""
+
+    at_A: Span
+    nums: tuple[int, ...]
+    begin: int
+
+    @property
+    def num_top(self) -> int:
+        return max(self.nums)
+
+    @property
+    def num_words(self) -> int:
+        return len(self.nums) * logprobs.num_words(self.num_top)
+
+    def host_words(self, buffer: StepBuffer) -> Tensor:
+        """-> words_AW, where they arrive on the host."""
+        return buffer.scores_host[self.begin : self.begin + self.num_words].view(len(self.nums), -1)
+
+
+@dataclass(frozen=True)
+class SampledScores(Scores):
+    """at_A: rows among the sampled ones, `rows` on the host; their ids are sampled in this step."""
+
+    rows: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class PromptScores(Scores):
+    """at_A: the predicting tokens among the step's. targets_A: places of the predicted ones in the token pool. parts: (slot, number
+    of places), in order."""
+
+    targets_A: Span
+    parts: tuple[tuple[int, int], ...]
+
+
+@dataclass(frozen=True)
 class StepInputs:
     """One launched step, as its work functions see it. Spans are read on the engine stream, after the upload.
 
     places_T: in the token pool, of the input ids. last_R: each sampled row's last token among the step's tokens; None if every
-    token is one. new_places_R: in the token pool, of the ids to be sampled.
+    token is one. new_places_R: in the token pool, of the ids to be sampled. prompt_scores, sampled_scores: None if no row asks.
     """
 
     step: int
@@ -125,6 +171,8 @@ class StepInputs:
     last_R: Span | None
     new_places_R: Span
     groups: Groups[Span]
+    prompt_scores: PromptScores | None
+    sampled_scores: SampledScores | None
 
     def pool_delta(self) -> PoolDelta | None:
         return None if self.pool is None else PoolDelta(self.joins, *(self.buffer.view(span) for span in self.pool))
@@ -150,6 +198,8 @@ class InputBuilder:
         last_R = None
         if len(sampled) < len(slots_T):
             last_R = packer.add(np.cumsum(rows.lengths_B)[sampled] - 1)
+        prompt_scores = self._prompt_scores(rows, len(plan.chunks), packer) if plan.chunks else None
+        sampled_scores = self._sampled_scores(slots_R, packer, 0 if prompt_scores is None else prompt_scores.num_words)
         inputs = StepInputs(
             step=plan.step,
             buffer=buffer,
@@ -163,9 +213,35 @@ class InputBuilder:
             last_R=last_R,
             new_places_R=packer.add(slots_R * self._max_tokens + new_positions_R),
             groups=self._params.groups(slots_R, new_positions_R).map(packer.add),
+            prompt_scores=prompt_scores,
+            sampled_scores=sampled_scores,
         )
         buffer.fill(packer)
+        for scores in (prompt_scores, sampled_scores):
+            if scores is not None:
+                buffer.reserve_scores(scores.begin + scores.num_words)
         return inputs
+
+    def _sampled_scores(self, slots_R: np.ndarray, packer: Packer, begin: int) -> SampledScores | None:
+        rows, nums = self._params.logprob_rows(slots_R)
+        return SampledScores(packer.add(np.array(rows)), tuple(nums), begin, tuple(rows)) if rows else None
+
+    def _prompt_scores(self, rows: StepRows, num_chunks: int, packer: Packer) -> PromptScores | None:
+        """The prompt tokens that follow a token of a chunk. The one after the last chunk is none of them: it is sampled."""
+        first_B = np.cumsum(rows.lengths_B) - rows.lengths_B
+        at, targets, nums, parts = [], [], [], []
+        for row, prompt_len, num in self._params.prompt_logprob_rows(rows.slots_B[:num_chunks]):
+            slot, start = int(rows.slots_B[row]), int(rows.starts_B[row])
+            count = min(start + int(rows.lengths_B[row]), prompt_len - 1) - start
+            if count > 0:
+                at.append(first_B[row] + np.arange(count))
+                targets.append(slot * self._max_tokens + start + 1 + np.arange(count))
+                nums += [num] * count
+                parts.append((slot, count))
+        if not parts:
+            return None
+        at_A, targets_A = packer.add(np.concatenate(at)), packer.add(np.concatenate(targets))
+        return PromptScores(at_A, tuple(nums), 0, targets_A, tuple(parts))
 
     def _pool_changes(self, plan: StepPlan, packer: Packer) -> tuple[tuple[JoinDelta, ...], PoolSpans | None]:
         if not plan.joins and not plan.new_pages:

@@ -73,6 +73,8 @@ class SlotParams:
         # Only slots that use the feature have an entry.
         self._bias: dict[int, tuple[np.ndarray, np.ndarray]] = {}
         self._ends: dict[int, np.ndarray] = {}
+        self._logprobs: dict[int, int] = {}  # top tokens to report
+        self._prompt_logprobs: dict[int, int] = {}
 
     def join(self, join: Join) -> None:
         slot, sampling = join.slot, join.sampling
@@ -99,6 +101,10 @@ class SlotParams:
         self._greedy_S[slot] = sampling.greedy
         self._penalized_S[slot] = sampling.has_penalties
         self._simple_S[slot] = sampling.greedy and not (sampling.has_penalties or bias_ids or end_ids)
+        for asks, num_top in ((self._logprobs, sampling.logprobs), (self._prompt_logprobs, sampling.prompt_logprobs)):
+            asks.pop(slot, None)
+            if num_top >= 0:
+                asks[slot] = min(num_top, self._num_valid_ids)
 
     def groups(self, slots_R: np.ndarray, positions_R: np.ndarray) -> Groups[np.ndarray]:
         """Sort sampled rows by what they ask. positions_R: of the tokens to be sampled; as many tokens are known."""
@@ -123,6 +129,20 @@ class SlotParams:
             history_length=int(positions_R[penalized].max(initial=0)),
             max_top_k=int(top_k_R.max()),
         )
+
+    def logprob_rows(self, slots_R: np.ndarray) -> tuple[list[int], list[int]]:
+        """Sampled rows that ask for logprobs, and how many top tokens each reports."""
+        if not self._logprobs:
+            return [], []
+        asks = [(row, self._logprobs[slot]) for row, slot in enumerate(slots_R.tolist()) if slot in self._logprobs]
+        return [row for row, _ in asks], [num_top for _, num_top in asks]
+
+    def prompt_logprob_rows(self, slots_B: np.ndarray) -> list[tuple[int, int, int]]:
+        """(row, prompt length, top tokens to report) of rows that ask for logprobs of their prompt."""
+        if not self._prompt_logprobs:
+            return []
+        asks = ((row, slot, self._prompt_logprobs.get(slot)) for row, slot in enumerate(slots_B.tolist()))
+        return [(row, int(self._prompt_length_S[slot]), num) for row, slot, num in asks if num is not None]
 
     def _valid(self, ids: Iterable[int]) -> list[int]:
         return [token for token in ids if 0 <= token < self._num_valid_ids]

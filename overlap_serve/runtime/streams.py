@@ -12,6 +12,7 @@ counters and per-request state never depend on a client that has stopped reading
 from __future__ import annotations
 
 import asyncio
+from collections import deque
 from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -28,7 +29,7 @@ Verdict = Literal["new", "late", "gap"]
 
 
 def merge(deltas: Sequence[TextDelta]) -> TextDelta:
-    """Consecutive deltas of one choice as one; nothing is lost."""
+    """Consecutive deltas of one choice as one; nothing is lost. Text offset and what only the first of a choice says are the first's."""
     first, last = deltas[0], deltas[-1]
     if first is last:
         return first
@@ -40,6 +41,7 @@ def merge(deltas: Sequence[TextDelta]) -> TextDelta:
         finish=last.finish,
         stop_reason=last.stop_reason,
         failure=last.failure,
+        logprobs=tuple(entry for delta in deltas for entry in delta.logprobs),
     )
 
 
@@ -70,6 +72,8 @@ class Answer:
         self.cached_tokens = [0] * len(prompt_tokens)
         self.choices = [Choice() for _ in range(len(prompt_tokens) * n)]
         self.streams: list[PromptStream] = []
+        self.unopened: deque[PromptStream] = deque()  # prompts that wait for others of this answer to end
+        self.accepted_s = arrival_s
         self.got_tokens = False
         self.backstop: asyncio.TimerHandle | None = None
         self.unread_since_s: float | None = None

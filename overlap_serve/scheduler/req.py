@@ -14,7 +14,7 @@ from enum import Enum
 
 from overlap_serve.cache.prefix import NO_MATCH
 from overlap_serve.messages import Failure, GenerateRequest, unpack_ids
-from overlap_serve.sampling import FinishReason
+from overlap_serve.sampling import FinishReason, TokenLogprob
 
 
 class ReqState(Enum):
@@ -42,6 +42,7 @@ class Req:
     """State of one choice. Compared by identity; ordered by `key`: lower priority value, then earlier arrival, then choice."""
 
     __slots__ = (
+        "blocked",
         "bypassed",
         "cached_tokens",
         "choice",
@@ -63,6 +64,7 @@ class Req:
         "opened",
         "pages",
         "prompt_len",
+        "prompt_logprobs",
         "slot",
         "state",
         "stop_reason",
@@ -93,6 +95,11 @@ class Req:
         self.failure: Failure | None = None
         self.opened = False
         self.cached_tokens = -1
+        # Of tokens [0, len) so far, until they are sent with the first output; None: not asked for, or sent. Choice 0 answers for all.
+        self.prompt_logprobs: list[TokenLogprob] | None = None
+        if choice == 0 and prompt and request.sampling.prompt_logprobs >= 0:
+            self.prompt_logprobs = [TokenLogprob(prompt[0], None)]
+        self.blocked = False  # did not fit when it was last tried
         self.bypassed = 0
         self.num_preempted = 0
         self.num_skipped = 0  # steps in a row that a decode row sat out
@@ -111,6 +118,19 @@ class Req:
     def exhausted(self) -> bool:
         """The step that makes its last token is planned already."""
         return self.num_planned >= self.limit
+
+    @property
+    def scores_prompt(self) -> bool:
+        """Logprobs of prompt tokens are still to come."""
+        return self.prompt_logprobs is not None and len(self.prompt_logprobs) < self.prompt_len
+
+    @property
+    def reusable_tokens(self) -> int:
+        """Known tokens that need not be computed again if their KV is cached: each but the one that predicts what comes next,
+        which is the next prompt token while its logprob is asked for (pains A22), and the next id to sample otherwise."""
+        if self.prompt_logprobs is not None and self.scores_prompt:
+            return len(self.prompt_logprobs) - 1
+        return len(self.tokens) - 1
 
     @property
     def todo(self) -> int:

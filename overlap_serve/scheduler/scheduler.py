@@ -10,8 +10,10 @@ with `depth` steps in flight; it assumes that every row in flight advances as pl
 
 from __future__ import annotations
 
+import itertools
 from bisect import insort
 from collections import deque
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -29,7 +31,7 @@ from overlap_serve.messages import (
     pack_ids,
     unpack_ids,
 )
-from overlap_serve.sampling import AbortCause, FinishReason
+from overlap_serve.sampling import AbortCause, FinishReason, SamplingParams, TokenLogprob
 from overlap_serve.scheduler import policy
 from overlap_serve.scheduler.req import Group, Req, ReqState
 from overlap_serve.step import Join, StepPlan, StepResult
@@ -78,6 +80,7 @@ class Counters(msgspec.Struct):
     queried_tokens: int = 0
     hit_tokens: int = 0
     preemptions: int = 0
+    repairs: int = 0
 
 
 class Times(NamedTuple):
@@ -91,6 +94,7 @@ class Times(NamedTuple):
 class _Planned(NamedTuple):
     step: int
     rows: list[tuple[Req, bool]]  # (row, sampled)
+    scoring: list[tuple[Req, int]]  # (row that asks for logprobs of its prompt, start of its chunk)
 
 
 class _Decode(NamedTuple):
@@ -150,7 +154,7 @@ class Scheduler:
         """queue: next in line; capacity: did not fit; prefix: waits for its first choice's prompt."""
         counts = {"queue": 0, "capacity": 0, "prefix": 0}
         for req in self._waiting:
-            counts["prefix" if self._waits_for_sibling(req) else "capacity" if req.bypassed else "queue"] += 1
+            counts["prefix" if self._waits_for_sibling(req) else "capacity" if req.blocked else "queue"] += 1
         return counts
 
     def pages_by_state(self) -> dict[str, int]:
@@ -165,6 +169,14 @@ class Scheduler:
         if self.at_rest:
             assert pages["owned"] == 0 and self._cache.num_evictable == self._cache.num_cached, f"leak at rest: {pages}"
             assert self._slots.num_free == self.limits.num_slots, "a slot leaked"
+
+    def repair(self) -> None:
+        """At rest only: forget the prefix cache and count every page and slot as free. For accounting that went wrong."""
+        assert self.at_rest, "requests hold pages"
+        self._cache.reset()
+        self._pages = PagePool(self.limits.num_pages)
+        self._slots = SlotPool(self.limits.num_slots)
+        self.counters.repairs += 1
 
     @property
     def next_deadline(self) -> float:
@@ -218,7 +230,7 @@ class Scheduler:
         prompt = unpack_ids(request.prompt)
         limit = min(len(prompt) + request.sampling.max_tokens, self.limits.max_model_len, self.limits.capacity_tokens)
         group.reqs = [Req(group, choice, prompt, limit) for choice in range(request.n)]
-        failure = self._refusal(prompt)
+        failure = self._refusal(prompt, request.n)
         for req in group.reqs:
             if failure is not None:
                 self._end(req, "error", failure.code, now, out, failure=failure)
@@ -227,7 +239,7 @@ class Scheduler:
             else:
                 insort(self._waiting, req, key=lambda r: r.key)
 
-    def _refusal(self, prompt: list[int]) -> Failure | None:
+    def _refusal(self, prompt: list[int], num_choices: int) -> Failure | None:
         """Checked at the ingress before; here again, because replicas may differ and nothing may wedge the engine."""
         n, limits = len(prompt), self.limits
         if n == 0:
@@ -240,7 +252,7 @@ class Scheduler:
             return Failure("context_length_exceeded", text, 400)
         if self.draining:
             return Failure("server_draining", "this server is shutting down; retry on another", 503)
-        if len(self._waiting) >= limits.max_waiting:
+        if self._waiting and len(self._waiting) + num_choices > limits.max_waiting:
             return Failure("queue_full", f"{len(self._waiting)} requests wait already; retry later", 429)
         return None
 
@@ -256,6 +268,7 @@ class Scheduler:
         """The next step, or None if nothing can run. Rows that have nothing to plan any more leave with the plan after it."""
         decode = self._plan_decode()
         chunks, joins = self._plan_prefill(decode, now)
+        scoring = [(req, req.num_computed) for req in chunks if req.scores_prompt]
         rows = [(req, self._advance(req, length)) for req, length in chunks.items()]
         rows += [(req, self._advance(req, 1)) for req in decode.rows]
         if not rows:
@@ -268,7 +281,7 @@ class Scheduler:
             chunks=tuple((req.slot, length) for req, length in chunks.items()),
             skips=tuple(req.slot for req in decode.skipped),
         )
-        self._inflight.append(_Planned(plan.step, rows))
+        self._inflight.append(_Planned(plan.step, rows, scoring))
         self._leaves = []
         self._next_step += 1
         self.last_step_tokens = sum(chunks.values()) + len(decode.rows)
@@ -400,6 +413,7 @@ class Scheduler:
                 self._waiting.remove(req)
                 self._start(req, now)
                 return req
+            req.blocked = True
             blocked.append(req)
             if req.bypassed >= self.limits.max_bypass or len(blocked) >= SCAN_LIMIT:
                 return None
@@ -420,7 +434,7 @@ class Scheduler:
         """Lock the cached prefix and take pages for all known tokens, if that leaves room for rows that run (no worst case)."""
         page_size = self.limits.page_size
         num_tokens = len(req.tokens)
-        match = self._cache.match(req.tokens.tobytes(), self._salt(req), (num_tokens - 1) // page_size)
+        match = self._cache.match(req.tokens.tobytes(), self._salt(req), req.reusable_tokens // page_size)
         match = self._cache.lock(match)
         needed = -(-num_tokens // page_size) - len(match.pages)
         margin = 0
@@ -440,27 +454,34 @@ class Scheduler:
     def _start(self, req: Req, now: float) -> None:
         [req.slot] = self._slots.take(1)
         req.state = ReqState.RUNNING
-        req.bypassed = 0
+        req.bypassed, req.blocked = 0, False
         self._running[req] = None
-        self.counters.queried_tokens += len(req.tokens)
+        self.counters.queried_tokens += req.reusable_tokens if req.scores_prompt else len(req.tokens)
         self.counters.hit_tokens += req.num_computed
         if req.first_scheduled is None:
             req.first_scheduled = now
             req.cached_tokens = min(req.num_computed, req.prompt_len)
-            self.counters.prompt_tokens += req.prompt_len
-            self.counters.cached_tokens += req.cached_tokens
+            if req.choice == 0:  # the choices share one prompt
+                self.counters.prompt_tokens += req.prompt_len
+                self.counters.cached_tokens += req.cached_tokens
 
     def _join(self, req: Req) -> Join:
-        sampling = req.group.request.sampling
         return Join(
             slot=req.slot,
             token_ids=req.tokens.tobytes(),
             prompt_len=req.prompt_len,
             start=req.num_computed,
             pages=tuple(req.pages),
-            sampling=sampling,
+            sampling=self._row_sampling(req),
             choice=req.choice,
         )
+
+    def _row_sampling(self, req: Req) -> SamplingParams:
+        """What this row asks of the engine: prompt logprobs only of the choice that reports them, and only until they are there."""
+        sampling = req.group.request.sampling
+        if sampling.prompt_logprobs < 0 or req.scores_prompt:
+            return sampling
+        return msgspec.structs.replace(sampling, prompt_logprobs=-1)
 
     # -- result
 
@@ -469,33 +490,45 @@ class Scheduler:
         planned = self._inflight.popleft()
         assert planned.step == result.step, f"result of step {result.step}, expected {planned.step}"
         out = Outputs()
-        ids = iter(result.token_ids)
+        if planned.scoring:
+            self._keep_prompt_logprobs(planned, result)
+        ids, logprobs = iter(result.token_ids), _of_rows(result.logprobs)
         for req, samples in planned.rows:
             req.inflight -= 1
             if samples:
                 req.num_pending -= 1
-                token = next(ids)
+                token, entries = next(ids), next(logprobs)
                 if req.finish is None:
-                    self._append(req, token, now, out)
+                    self._append(req, token, entries, now, out)
                 else:
                     self.counters.discarded_tokens += 1
             if req.inflight == 0 and req.state is ReqState.LEAVING:
                 self._release(req)
         return out
 
-    def _append(self, req: Req, token: int, now: float, out: Outputs) -> None:
+    def _keep_prompt_logprobs(self, planned: _Planned, result: StepResult) -> None:
+        """Append what the chunks say of tokens after their start; what a resumed request computed before is known already."""
+        by_slot = dict(result.prompt_logprobs)
+        for req, start in planned.scoring:
+            if req.prompt_logprobs is not None:  # else it has ended meanwhile
+                num_known = len(req.prompt_logprobs) - (start + 1)
+                assert num_known >= 0, "logprobs of prompt tokens were lost"
+                req.prompt_logprobs += by_slot.get(req.slot, ())[num_known:]
+
+    def _append(self, req: Req, token: int, logprobs: tuple[TokenLogprob, ...], now: float, out: Outputs) -> None:
         req.tokens.append(token)
         self.counters.generated_tokens += 1
         if req.first_token is None:
+            assert not req.scores_prompt, "logprobs of prompt tokens were lost"
             req.first_token = now
             self._share_prompt(req)
         if token in req.end_ids:
             is_stop_id = token in req.group.request.sampling.stop_token_ids
-            self._end(req, "stop", token if is_stop_id else None, now, out, (token,))
+            self._end(req, "stop", token if is_stop_id else None, now, out, (token,), logprobs)
         elif len(req.tokens) >= req.limit:
-            self._end(req, "length", None, now, out, (token,))
+            self._end(req, "length", None, now, out, (token,), logprobs)
         else:
-            self._emit(req, (token,), out)
+            self._emit(req, (token,), logprobs, out)
 
     def _share_prompt(self, req: Req) -> None:
         """Hand the full pages of the prompt to the prefix cache while the request runs, and lock them there.
@@ -523,12 +556,13 @@ class Scheduler:
         now: float,
         out: Outputs,
         token_ids: tuple[int, ...] = (),
+        logprobs: tuple[TokenLogprob, ...] = (),
         failure: Failure | None = None,
     ) -> None:
         """The one place where a choice ends: its terminal output, its group, and what it holds."""
         assert req.finish is None, "a choice ends once"
         req.finish, req.stop_reason, req.failure = finish, stop_reason, failure
-        self._emit(req, token_ids, out)
+        self._emit(req, token_ids, logprobs, out)
         self.times.append(_times(req, now))
         if req.state is ReqState.WAITING:
             if req in self._waiting:
@@ -544,11 +578,12 @@ class Scheduler:
             del self._groups[group.request.rid]
             out.ended.append(Ended(group.request.rid, group.request.attempt))
 
-    def _emit(self, req: Req, token_ids: tuple[int, ...], out: Outputs) -> None:
+    def _emit(self, req: Req, token_ids: tuple[int, ...], logprobs: tuple[TokenLogprob, ...], out: Outputs) -> None:
         request = req.group.request
-        opening = None
+        opening = prompt_logprobs = None
         if not req.opened:
             req.opened = True
+            prompt_logprobs = _take_prompt_logprobs(req)
             opening = StreamOpen(
                 ingress=request.route.ingress,
                 scheduler=self._endpoint,
@@ -568,6 +603,8 @@ class Scheduler:
             stop_reason=req.stop_reason,
             failure=req.failure,
             open=opening,
+            logprobs=logprobs,
+            prompt_logprobs=prompt_logprobs,
         )
         out.tokens.append((request.route.detokenizer, output))
 
@@ -612,6 +649,19 @@ class Scheduler:
 
     def _salt(self, req: Req) -> str:
         return req.group.request.cache_salt
+
+
+def _of_rows(logprobs: tuple[TokenLogprob | None, ...]) -> Iterator[tuple[TokenLogprob, ...]]:
+    """What each sampled row reports beside its token. Rows of a step in which nobody asks cost next to nothing."""
+    if not logprobs:
+        return itertools.repeat(())
+    return iter([() if entry is None else (entry,) for entry in logprobs])
+
+
+def _take_prompt_logprobs(req: Req) -> tuple[TokenLogprob, ...] | None:
+    """For the first output. None also if the choice ended before its prompt was computed: part of them would mislead."""
+    taken, req.prompt_logprobs = (None if req.scores_prompt else req.prompt_logprobs), None
+    return None if taken is None else tuple(taken)
 
 
 def _times(req: Req, now: float) -> Times:

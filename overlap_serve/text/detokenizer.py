@@ -8,7 +8,8 @@ The text of a choice, and which part is where:
     |<------- sent ------->|<-- held: may begin a stop string -->|<-- at most 3 bytes of a character -->|
     0                     sent                                 length          (inside the decoder)
 
-An id is released with the first text sent beyond its start; the start is the number of complete characters before it.
+An id is released with the first text sent beyond its start; the start is the number of complete characters before it. Its logprob
+goes with it.
 """
 
 from __future__ import annotations
@@ -18,8 +19,10 @@ from collections import deque
 from collections.abc import Iterable
 from functools import lru_cache
 
+import msgspec
+
 from overlap_serve.messages import Failure, StreamOpen, TextDelta, TokenOutput, unpack_ids
-from overlap_serve.sampling import FinishReason
+from overlap_serve.sampling import FinishReason, TokenLogprob
 from overlap_serve.text.decoding import Decoder
 from overlap_serve.text.stops import StopMatcher, StopString, compile_stops
 from overlap_serve.text.tokenizer import Tokenizer
@@ -132,6 +135,7 @@ class _Choice:
         self._pieces: list[str] = []  # of the next delta
         self._pieces_start = 0  # offset of the first of them
         self._ids: deque[tuple[int, int]] = deque()  # (id, start of its text), not released yet
+        self._logprobs: deque[TokenLogprob] = deque()  # of the same ids in the same order; empty if not asked for
         self._stop: str | None = None  # the stop string that ended the text
         for token_id in unpack_ids(opening.context):
             self._decoder.push(token_id)
@@ -147,6 +151,8 @@ class _Choice:
         self.touched = True
         if output.token_ids and output.first_index != self.num_tokens:
             raise ValueError(f"expected token {self.num_tokens} of the choice, got token {output.first_index}")
+        if output.logprobs:
+            self._add_logprobs(output)
         ids, end_id = self._split(output)
         self._push_all(ids)
         if output.finish is not None and self._stop is None:
@@ -156,6 +162,15 @@ class _Choice:
         if output.finish is None and self._opening is None and not any(self._pieces):
             return None
         return self._delta(output, output.finish, output.stop_reason, output.failure)
+
+    def _add_logprobs(self, output: TokenOutput) -> None:
+        """Those of ids after a stop string are never released."""
+        if len(output.logprobs) != len(output.token_ids):
+            raise ValueError(f"{len(output.token_ids)} tokens came with {len(output.logprobs)} logprobs")
+        self._logprobs.extend(output.logprobs)
+
+    def _release_logprobs(self, count: int) -> tuple[TokenLogprob, ...]:
+        return tuple(self._logprobs.popleft() for _ in range(count))
 
     def _split(self, output: TokenOutput) -> tuple[tuple[int, ...], int | None]:
         """The ids that make text, and the stop token at their end if its text is cut."""
@@ -249,7 +264,7 @@ class _Choice:
         token_ids = self._release(everything=finish is not None and self._stop is None)
         text_offset, text = self._drain_pieces()
         opening, self._opening = self._opening, None
-        return TextDelta(
+        delta = TextDelta(
             rid=output.rid,
             attempt=output.attempt,
             choice=output.choice,
@@ -264,4 +279,9 @@ class _Choice:
             prompt_tokens=-1 if opening is None else opening.prompt_tokens,
             cached_tokens=-1 if opening is None else opening.cached_tokens,
             text_offset=text_offset,
+            logprobs=self._release_logprobs(len(token_ids)) if self._logprobs else (),
         )
+        if output.prompt_logprobs is None:
+            return delta
+        # Only on the first output, which always makes a delta.
+        return msgspec.structs.replace(delta, prompt_logprobs=output.prompt_logprobs)

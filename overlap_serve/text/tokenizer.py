@@ -109,7 +109,9 @@ class Tokenizer:
         gives U+FFFD for every byte of the run, also for its complete characters. That cannot be streamed (a later byte would
         take back text already sent), so complete characters are kept here, as SentencePiece does. No clean-up of spaces.
         """
-        text: str = self._backend.decode(list(ids), skip_special_tokens=skip_special_tokens)
+        # decode() holds the GIL for all ids, the batch call does not (as with encode).
+        texts: list[str] = self._backend.decode_batch([list(ids)], skip_special_tokens=skip_special_tokens)
+        text = texts[0]
         if self._scheme is None or self._scheme.errors == "replace" or REPLACEMENT not in text:
             return text
         decoder = self.decoder(skip_special_tokens=skip_special_tokens)

@@ -60,7 +60,7 @@ def make_jobs(rng: random.Random, count: int) -> list[Job]:
     asks: list[dict[str, float | int]] = [
         {"temperature": 0.0},
         {"temperature": 0.9, "seed": 5},
-        {"temperature": 0.8, "top_p": 0.8, "seed": -3},
+        {"temperature": 0.8, "top_p": 0.8, "seed": -3, "logprobs": 4, "prompt_logprobs": 2},
         {"temperature": 0.7, "top_k": 7, "seed": 11},
         {"temperature": 0.0, "presence_penalty": 1.0, "repetition_penalty": 1.2},
     ]

@@ -23,8 +23,8 @@ from overlap_serve.messages import pack_ids
 from overlap_serve.models.decoder import Decoder
 from overlap_serve.models.families import ModelConfig
 from overlap_serve.models.tp import NoTP
-from overlap_serve.sampling import SamplingParams
-from overlap_serve.step import Join, StepPlan
+from overlap_serve.sampling import SamplingParams, TokenLogprob
+from overlap_serve.step import Join, StepPlan, StepResult
 
 VOCAB = 64
 MAX_MODEL_LEN = 96
@@ -129,6 +129,8 @@ class Job:
     computed: int = 0
     pages: list[int] = field(default_factory=list)
     shared: list[int] = field(default_factory=list)  # leading pages of another job, filled before this one starts
+    logprobs: list[TokenLogprob] = field(default_factory=list)
+    prompt_logprobs: list[TokenLogprob] = field(default_factory=list)  # from the second token on
 
     @property
     def known(self) -> int:
@@ -143,6 +145,7 @@ class Job:
 class Flight:
     pending: PendingStep
     sampled: list[Job]
+    chunks: dict[int, tuple[Job, int]]  # slot -> job and start of its chunk
     released: list[Job]  # left with this step's plan: pages and slot return when the step before it is processed
 
 
@@ -196,6 +199,7 @@ class Driver:
                 chunks.append((job, min(short, self.rng.randint(*self.chunk))))
         self.rng.shuffle(chunks)
         sampled = []
+        starts = {job.slot: (job, job.computed) for job, _ in chunks}
         for job, length in [*chunks, *((job, 1) for job in decoding)]:
             job.computed += length
             while len(job.pages) * self.spec.page_size < job.computed:
@@ -213,7 +217,7 @@ class Driver:
             skips=tuple(skips),
         )
         self.engine.launch_forward(plan)
-        self.flights.append(Flight(self.engine.launch_sample(), sampled, leaving + preempted))
+        self.flights.append(Flight(self.engine.launch_sample(), sampled, starts, leaving + preempted))
         self.step += 1
 
     def process(self) -> None:
@@ -222,6 +226,7 @@ class Driver:
         assert len(result.token_ids) == len(flight.sampled)
         for job, token in zip(flight.sampled, result.token_ids, strict=True):
             job.generated.append(token)
+        self._keep_logprobs(flight, result)
         for job in flight.released:
             self.free_slots.append(job.slot)
             self.free_pages += job.pages[len(job.shared) :]
@@ -229,6 +234,16 @@ class Driver:
                 assert len(job.generated) == job.num_planned
                 job.pages, job.computed = [], 0
                 self.waiting.append(job)
+
+    def _keep_logprobs(self, flight: Flight, result: StepResult) -> None:
+        for job, entry in zip(flight.sampled, result.logprobs, strict=bool(result.logprobs)):
+            assert (entry is None) == (job.sampling.logprobs < 0)
+            job.logprobs += [entry] if entry is not None else []
+        assert bool(result.logprobs) == any(job.sampling.logprobs >= 0 for job in flight.sampled)
+        for slot, entries in result.prompt_logprobs:
+            job, start = flight.chunks[slot]
+            assert job.sampling.prompt_logprobs >= 0 and start <= len(job.prompt_logprobs)
+            job.prompt_logprobs += entries[len(job.prompt_logprobs) - start :]  # a resumed job's are known already
 
     def _join(self) -> tuple[Join, ...]:
         joins = []

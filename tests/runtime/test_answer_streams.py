@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import asyncio
 
+import msgspec
 import pytest
 
 from overlap_serve.errors import ServerUnavailable
 from overlap_serve.messages import GenerateRequest, Route, TextDelta
 from overlap_serve.runtime.streams import MAX_EVENTS, Answer, PromptStream, merge
-from overlap_serve.sampling import FinishReason, SamplingParams, TextParams
+from overlap_serve.sampling import FinishReason, SamplingParams, TextParams, TokenLogprob
 
 
 def prompt(answer: Answer, n: int = 1, base: int = 0, attempt: int = 0) -> PromptStream:
@@ -108,6 +109,19 @@ def test_merge_keeps_the_head_of_the_first_and_the_end_of_the_last() -> None:
     whole = merge([first, delta(1, "b"), delta(2, "c", 0, "stop")])
     assert (whole.text, whole.first_index, whole.num_tokens, whole.finish) == ("abc", 0, 3, "stop")
     assert (whole.scheduler, whole.prompt_tokens, whole.cached_tokens) == ("s", 7, 2)
+
+
+def test_merge_joins_logprobs_and_keeps_prompt_logprobs_and_text_offset_of_the_first() -> None:
+    def entries(text: str) -> tuple[TokenLogprob, ...]:
+        return tuple(TokenLogprob(ord(char), -1.0, ((ord(char), -1.0),)) for char in text)
+
+    def scored(index: int, text: str) -> TextDelta:
+        return msgspec.structs.replace(delta(index, text), logprobs=entries(text), text_offset=10 + index)
+
+    first = msgspec.structs.replace(scored(0, "ab"), prompt_logprobs=(TokenLogprob(5, None),))
+    whole = merge([merge([first, delta(2)]), scored(2, "c"), scored(3, "d")])
+    assert whole.logprobs == entries("abcd")
+    assert (whole.prompt_logprobs, whole.text_offset) == ((TokenLogprob(5, None),), 10)
 
 
 def test_failure_before_any_delta_is_raised_by_first() -> None:

@@ -10,8 +10,8 @@ import pytest
 from overlap_serve.engine.fake import StepInputs
 from overlap_serve.messages import Message, TokenOutput
 from overlap_serve.scheduler.req import Req
-from overlap_serve.scheduler.scheduler import Scheduler
-from overlap_serve.step import StepPlan
+from overlap_serve.scheduler.scheduler import Scheduler, _Planned
+from overlap_serve.step import StepPlan, StepResult
 from tests.scheduler_rig import STREAMS, CheckedEngine, Ledger, random_case, run_case
 
 CASES_PER_TEST = 100
@@ -42,17 +42,19 @@ class EarlyRelease(Scheduler):
 
     def _leave(self, req: Req) -> None:
         super()._leave(req)
-        self._pages.give(req.pages[req.num_shared :])
-        req.pages = req.pages[: req.num_shared]
+        if req.finish is not None and req.inflight:
+            held, req.inflight = req.inflight, 0
+            self._release(req)
+            req.inflight = held
 
 
 class PageLeak(Scheduler):
     """One page of every released request is forgotten."""
 
     def _release(self, req: Req) -> None:
-        if len(req.pages) > req.num_shared + 1:
-            req.pages.pop()
         super()._release(req)
+        if self._pages.num_free:
+            self._pages.take(1)
 
 
 class UnorderedRows(Scheduler):
@@ -63,6 +65,25 @@ class UnorderedRows(Scheduler):
         if plan is not None:
             random.Random(plan.step).shuffle(self._inflight[-1].rows)
         return plan
+
+
+class WarmPromptLogprobs(Scheduler):
+    """Requests for prompt logprobs start behind a cached prefix, whose logprobs nobody computes (vLLM #3251)."""
+
+    def _take_room(self, req: Req) -> bool:
+        kept, req.prompt_logprobs = req.prompt_logprobs, None
+        taken = super()._take_room(req)
+        req.prompt_logprobs = kept
+        return taken
+
+
+class RepeatedPromptLogprobs(Scheduler):
+    """A resumed request reports what it computes again."""
+
+    def _keep_prompt_logprobs(self, planned: _Planned, result: StepResult) -> None:
+        for req, _ in planned.scoring:
+            if req.prompt_logprobs is not None:
+                req.prompt_logprobs += dict(result.prompt_logprobs).get(req.slot, ())
 
 
 class SideStreamWrites(CheckedEngine):
@@ -82,17 +103,24 @@ class LostEnd(Ledger):
 
 
 @pytest.mark.parametrize(
-    "fault",
+    ("fault", "words"),
     [
-        {"scheduler_class": EarlyRelease},
-        {"scheduler_class": PageLeak},
-        {"scheduler_class": UnorderedRows},
-        {"engine_class": SideStreamWrites},
-        {"ledger_class": LostEnd},
+        ({"scheduler_class": EarlyRelease}, "returned under a step in flight"),
+        ({"scheduler_class": PageLeak}, "do not add up"),
+        ({"scheduler_class": UnorderedRows}, "wrong tokens|rows of plan and mirror differ"),
+        ({"scheduler_class": WarmPromptLogprobs}, "logprobs"),
+        ({"scheduler_class": RepeatedPromptLogprobs}, "logprobs"),
+        ({"engine_class": SideStreamWrites}, "device state touched from 'scheduler'"),
+        ({"ledger_class": LostEnd}, "no terminal output"),
     ],
-    ids=lambda fault: next(iter(fault.values())).__name__,
+    ids=lambda value: next(iter(value.values())).__name__ if isinstance(value, dict) else "",
 )
-def test_planted_fault_is_found(fault: dict[str, object]) -> None:
-    with pytest.raises(AssertionError):
+def test_planted_fault_is_found_by_the_check_that_is_there_for_it(fault: dict[str, object], words: str) -> None:
+    with pytest.raises(AssertionError, match=words):
         for seed in range(100):
             run_both_depths(seed, **fault)
+
+
+def test_early_release_is_no_fault_without_overlap() -> None:
+    for seed in range(40):
+        run_case(random_case(seed), 0, "lazy", scheduler_class=EarlyRelease)
