@@ -11,7 +11,7 @@ import json
 import logging
 import math
 import uuid
-from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping
+from collections.abc import AsyncGenerator, Callable, Collection, Coroutine, Mapping, Sequence
 from contextlib import aclosing, suppress
 from typing import TypeVar
 
@@ -20,7 +20,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from overlap_serve.errors import InternalError, NotAuthenticated, RequestError, RequestTooLarge
+from overlap_serve.errors import InternalError, NotAuthenticated, PermissionDenied, RequestError, RequestTooLarge
 from overlap_serve.openai.protocol import is_request_id
 
 log = logging.getLogger(__name__)
@@ -67,19 +67,62 @@ def set_request_id(request: Request, label: str) -> None:
     request.scope["state"]["request_id"] = label
 
 
+class Keys:
+    """Who may ask what. user: API keys; none: everybody may use the model. admin: keys that may do everything.
+
+    open_paths: what needs no key; everything else does when user keys are configured, so that no new route is open by accident.
+    admin_paths: control routes; they need an admin key as soon as any key is configured, so with user keys alone nobody may use
+    them. Without any keys all routes are open.
+    """
+
+    def __init__(
+        self, user: Sequence[str], admin: Sequence[str], open_paths: Collection[str], admin_paths: Collection[str]
+    ) -> None:
+        self._user = [key.encode() for key in user]
+        self._admin = [key.encode() for key in admin]
+        self._open_paths = frozenset(open_paths)
+        self._admin_paths = frozenset(admin_paths)
+
+    def check(self, path: str, headers: Headers) -> None:
+        """Raises NotAuthenticated, PermissionDenied."""
+        control = path in self._admin_paths
+        needed = self._user or (control and self._admin)
+        if not needed or path in self._open_paths:
+            return
+        given = given_keys(headers)
+        is_admin, is_user = matches(self._admin, given), matches(self._user, given)
+        if not (is_admin or is_user):
+            raise NotAuthenticated("a valid API key is needed: send it as `Authorization: Bearer KEY`")
+        if control and not is_admin:
+            raise PermissionDenied("this route needs an admin key (`admin_api_keys` of the server's configuration)")
+
+
+def given_keys(headers: Headers) -> list[bytes]:
+    """What the client sent as a key, in any of three headers."""
+    scheme, _, token = headers.get("authorization", "").partition(" ")
+    given = [headers.get("api-key", ""), headers.get("x-api-key", "")]
+    if scheme.lower() == "bearer":
+        given.append(token.strip())
+    return [key.encode("latin-1") for key in given]
+
+
+def matches(keys: Sequence[bytes], given: Sequence[bytes]) -> bool:
+    # Every pair is compared, each in constant time: the answer's time tells nothing.
+    return sum(hmac.compare_digest(key, mine) for key in keys for mine in given) > 0
+
+
 class Gate:
     """Outermost middleware: request id on every response, keys, and an envelope for what nobody caught.
 
-    open_paths: what needs no key; everything else does when keys are configured, so that no new route is open by accident.
+    keys: see `Keys`.
     host_labels: the server around us appends the request's own `x-request-id` to every response, as Ray Serve does; a second one
     with the same value would reach the client as "id, id".
     """
 
-    def __init__(self, app: ASGIApp, keys: tuple[str, ...], open_paths: frozenset[str], host_labels: bool) -> None:
+    def __init__(self, app: ASGIApp, keys: Keys, host_labels: bool) -> None:
         self._app = app
         self._host_labels = host_labels
-        self._keys = [key.encode() for key in keys]
-        self._open_paths = open_paths
+        self._keys = keys
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -99,9 +142,9 @@ class Gate:
             await send(message)
 
         try:
-            self._check_key(scope, headers)
+            self._keys.check(scope["path"].removeprefix(scope.get("root_path", "")), headers)
             await self._app(scope, receive, send_labelled)
-        except NotAuthenticated as error:
+        except (NotAuthenticated, PermissionDenied) as error:
             await error_response(error)(scope, receive, send_labelled)
         except Exception:
             if started:
@@ -109,18 +152,6 @@ class Gate:
             log.exception("request %s: %s %s failed", state["request_id"], scope["method"], scope["path"])
             bug = InternalError("the server failed on this request; its log has the reason under the request id")
             await error_response(bug)(scope, receive, send_labelled)
-
-    def _check_key(self, scope: Scope, headers: Headers) -> None:
-        path = scope["path"].removeprefix(scope.get("root_path", ""))
-        if not self._keys or path in self._open_paths:
-            return
-        scheme, _, token = headers.get("authorization", "").partition(" ")
-        given = [headers.get("api-key", ""), headers.get("x-api-key", "")]
-        if scheme.lower() == "bearer":
-            given.append(token.strip())
-        # Every pair is compared, each in constant time: the answer's time tells nothing.
-        if not sum(hmac.compare_digest(key, mine.encode("latin-1")) for key in self._keys for mine in given):
-            raise NotAuthenticated("a valid API key is needed: send it as `Authorization: Bearer KEY`")
 
 
 async def read_body(request: Request, limit: int) -> bytes:

@@ -5,7 +5,7 @@ No Ray. `build_http_app` is called inside the ingress replica, and by tests.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 from fastapi import FastAPI, Request
@@ -20,6 +20,7 @@ from deployments.asgi import (
     EventStream,
     Gate,
     JsonResponse,
+    Keys,
     disconnected,
     error_response,
     read_body,
@@ -28,6 +29,7 @@ from deployments.asgi import (
     until,
 )
 from overlap_serve import __version__
+from overlap_serve.config import ServeConfig
 from overlap_serve.errors import (
     InternalError,
     InvalidRequest,
@@ -36,16 +38,26 @@ from overlap_serve.errors import (
     RequestError,
     UnsupportedMediaType,
 )
+from overlap_serve.openai.fields import ServedRequest
 from overlap_serve.openai.protocol import ChatRequest, CompletionRequest, parse_json, parse_timeout_ms
+from overlap_serve.openai.tokenization import DetokenizeRequest, TokenizeChat, TokenizeText
 from overlap_serve.runtime.frontend import Call, Frontend
-from overlap_serve.runtime.prepare import Body
+from overlap_serve.runtime.prepare import Answered, Body
 from overlap_serve.runtime.reply import Reply
 
-HEALTH_PATHS = ("/health", "/health/ready", "/health/live")
+HEALTH_PATHS = ("/health", "/health/ready", "/health/live", "/health/startup")
+ADMIN_PATHS = ("/v1/abort",)
 CONTROL_BODY_BYTES = 64 * 1024
 METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 Kind = Literal["chat", "completion"]
 SCHEMA_REF = "#/components/schemas/{model}"
+BODIES: tuple[type[ServedRequest], ...] = (
+    ChatRequest,
+    CompletionRequest,
+    TokenizeText,
+    TokenizeChat,
+    DetokenizeRequest,
+)
 
 
 def build_http_app(frontend: Frontend, *, host_labels: bool = False) -> FastAPI:
@@ -61,20 +73,33 @@ def build_http_app(frontend: Frontend, *, host_labels: bool = False) -> FastAPI:
     app.add_api_route("/v1/completions", routes.completion, methods=["POST"], openapi_extra=_body_of(CompletionRequest))
     app.add_api_route("/v1/models", routes.models, methods=["GET"])
     app.add_api_route("/v1/models/{model:path}", routes.model, methods=["GET"])
+    for prefix in ("/v1", ""):
+        app.add_api_route(
+            f"{prefix}/tokenize", routes.tokenize, methods=["POST"], openapi_extra=_body_of(TokenizeText, TokenizeChat)
+        )
+        app.add_api_route(
+            f"{prefix}/detokenize", routes.detokenize, methods=["POST"], openapi_extra=_body_of(DetokenizeRequest)
+        )
+    app.add_api_route("/v1/embeddings", routes.embeddings, methods=["POST"])
     app.add_api_route("/v1/abort", routes.abort, methods=["POST"])
     for path in HEALTH_PATHS:
-        handler = routes.live if path.endswith("live") else routes.ready
+        handler = {"/health/live": routes.live, "/health/startup": routes.startup}.get(path, routes.ready)
         app.add_api_route(path, handler, methods=["GET", "HEAD"], include_in_schema=False)
         app.add_api_route(path, handler, methods=["GET"])  # for the schema only: one route, one operation
     app.add_api_route("/version", routes.version, methods=["GET"])
+    app.add_api_route("/load", routes.load, methods=["GET"])
     app.add_api_route("/metrics", routes.metrics, methods=["GET"])
     app.add_exception_handler(RequestError, _on_request_error)
     app.add_exception_handler(HTTPException, _on_http_exception)
     app.add_exception_handler(RequestValidationError, _on_validation_error)
     app.add_exception_handler(ClientGone, _on_client_gone)
-    open_paths = HEALTH_PATHS if frontend.config.protect_metrics else (*HEALTH_PATHS, "/metrics", "/version")
-    app.add_middleware(Gate, keys=frontend.config.api_keys, open_paths=frozenset(open_paths), host_labels=host_labels)
+    app.add_middleware(Gate, keys=_keys(frontend.config), host_labels=host_labels)
     return app
+
+
+def _keys(config: ServeConfig) -> Keys:
+    open_paths = HEALTH_PATHS if config.protect_metrics else (*HEALTH_PATHS, "/metrics", "/version")
+    return Keys(config.api_keys, config.admin_api_keys, open_paths, ADMIN_PATHS)
 
 
 class _Routes:
@@ -100,17 +125,29 @@ class _Routes:
         """One model; its name may hold slashes."""
         return JsonResponse(self._frontend.model(model))
 
+    async def tokenize(self, request: Request) -> Response:
+        """Token ids of a prompt, of several, or of messages, as a generation would use them."""
+        return _answered(await self._frontend.tokenize(await self._body(request, self._config.max_body_bytes)))
+
+    async def detokenize(self, request: Request) -> Response:
+        """Text of token ids."""
+        return _answered(await self._frontend.detokenize(await self._body(request, self._config.max_body_bytes)))
+
+    async def embeddings(self, request: Request) -> Response:
+        """Always refused: the model generates."""
+        self._frontend.embed(await self._body(request, self._config.max_body_bytes))
+
     async def abort(self, request: Request) -> Response:
-        """Abort requests of this ingress replica: `{"request_id": "..."}`, or `{"all": true}`."""
+        """Abort requests, wherever they run: `{"request_id": "..."}`, or `{"all": true}`. Needs an admin key if there are keys."""
         fields = parse_json(await self._body(request, CONTROL_BODY_BYTES))
         label = fields.get("request_id")
         if fields.get("all") is True and label is None:
-            return JsonResponse({"aborted": self._frontend.abort(None)})
+            return JsonResponse({"aborted": await self._frontend.abort_everywhere(None)})
         if not isinstance(label, str):
             raise InvalidRequest(
                 'send {"request_id": "..."} or {"all": true}', code="missing_required_parameter", param="request_id"
             )
-        return JsonResponse({"aborted": self._frontend.abort(label)})
+        return JsonResponse({"aborted": await self._frontend.abort_everywhere(label)})
 
     async def ready(self) -> Response:
         """200 while this server would take a request."""
@@ -119,6 +156,14 @@ class _Routes:
     async def live(self) -> Response:
         """200 while this process works; for restart decisions."""
         return _health(*self._frontend.health_live())
+
+    async def startup(self) -> Response:
+        """200 once this server has been ready."""
+        return _health(*self._frontend.health_startup())
+
+    async def load(self) -> Response:
+        """How busy the engines are."""
+        return JsonResponse(self._frontend.load(), headers={"cache-control": "no-store"})
 
     async def version(self) -> Response:
         """Version of the server."""
@@ -154,8 +199,7 @@ class _Routes:
         started.append(reply)
         set_request_id(request, reply.label)
         await reply.first()
-        ignored = reply.request.ignored_fields
-        headers = {"x-ignored-fields": ",".join(ignored)} if ignored else {}
+        headers = _ignored(reply.request.ignored_fields)
         if not reply.request.stream:
             return JsonResponse(await reply.body(), headers=headers)
         events = reply.events(self._config.sse_ping_s)
@@ -166,6 +210,14 @@ class _Routes:
         if media_type != "application/json":
             raise UnsupportedMediaType("the body must be JSON, declared as content-type: application/json")
         return await read_body(request, limit)
+
+
+def _ignored(fields: Sequence[str]) -> dict[str, str]:
+    return {"x-ignored-fields": ",".join(fields)} if fields else {}
+
+
+def _answered(answered: Answered) -> Response:
+    return Response(answered.body, headers=_ignored(answered.ignored_fields), media_type="application/json")
 
 
 def _health(status: int, body: Mapping[str, object]) -> Response:
@@ -210,13 +262,12 @@ class _Api(FastAPI):
         first = self.openapi_schema is None
         schema = super().openapi()
         if first:
-            _, definitions = models_json_schema(
-                [(ChatRequest, "validation"), (CompletionRequest, "validation")], ref_template=SCHEMA_REF
-            )
+            _, definitions = models_json_schema([(model, "validation") for model in BODIES], ref_template=SCHEMA_REF)
             schema.setdefault("components", {}).setdefault("schemas", {}).update(definitions["$defs"])
         return schema
 
 
-def _body_of(model: type[ChatRequest] | type[CompletionRequest]) -> dict[str, Any]:
-    schema = {"$ref": SCHEMA_REF.format(model=model.__name__)}
+def _body_of(*models: type[ServedRequest]) -> dict[str, Any]:
+    references: list[dict[str, Any]] = [{"$ref": SCHEMA_REF.format(model=model.__name__)} for model in models]
+    schema = references[0] if len(references) == 1 else {"anyOf": references}
     return {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}}

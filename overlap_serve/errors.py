@@ -8,6 +8,7 @@
           ContextLengthExceeded
         NotFound              404
         NotAuthenticated      401
+        PermissionDenied      403
         DeadlineExceeded      408, before any output
         RequestAborted        409, aborted by id before any output
         RequestTooLarge       413
@@ -105,6 +106,14 @@ class NotAuthenticated(RequestError):
     http_status = 401
     type = "authentication_error"
     code = "invalid_api_key"
+
+
+class PermissionDenied(RequestError):
+    """A valid key that may not do this: control routes need an admin key."""
+
+    http_status = 403
+    type = "permission_error"
+    code = "insufficient_permissions"
 
 
 class DeadlineExceeded(RequestError):

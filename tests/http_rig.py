@@ -52,6 +52,15 @@ class ZmqCalls:
         asyncio.get_running_loop().add_reader(self._inbox.fileno(), self._receive)
         self._receive()
 
+    @contextmanager
+    def nowhere(self) -> Iterator[None]:
+        """Requests reach no scheduler: they are accepted and stay without output."""
+        real, self.scheduler = self.scheduler, self.control
+        try:
+            yield
+        finally:
+            self.scheduler = real
+
     async def __call__(self, request: GenerateRequest) -> None:
         ended = self._open[request.rid] = asyncio.get_running_loop().create_future()
         self._outbox.send(self.scheduler, [request])
@@ -62,6 +71,11 @@ class ZmqCalls:
             raise
         finally:
             del self._open[request.rid]
+
+    def lose(self) -> None:
+        """The scheduler dies under its open calls."""
+        for ended in self._open.values():
+            ended.set_exception(ConnectionError("the replica is gone"))
 
     def close(self) -> None:
         asyncio.get_running_loop().remove_reader(self._inbox.fileno())
@@ -83,6 +97,8 @@ class RigCluster:
         self._detokenizer = detokenizer
         self.statuses: list[ReplicaStatus] | None = None
         self.endpoints: list[str] = [detokenizer.endpoint]
+        self.asked_to_abort: list[str | None] = []
+        self.aborted_elsewhere = 0
 
     def detokenizers(self) -> Sequence[str]:
         return self.endpoints
@@ -95,6 +111,10 @@ class RigCluster:
 
     async def metric_snapshots(self) -> list[bytes]:
         return [self._worker.metrics_snapshot(), self._detokenizer.metrics_snapshot()]
+
+    async def abort_everywhere(self, label: str | None) -> int:
+        self.asked_to_abort.append(label)
+        return self.aborted_elsewhere
 
 
 class HttpRig:

@@ -1,1 +1,1 @@
-"""The OpenAI API as data: `protocol` (request and response models) | `stream` (TextDelta -> SSE chunks)."""
+"""The OpenAI API as data: `protocol`, `tokenization` (requests) | `response`, `stream`, `logprobs`, `echo` (answers). No HTTP."""

@@ -19,8 +19,10 @@ from pydantic import (
     ConfigDict,
     Field,
     PlainValidator,
+    PrivateAttr,
     ValidationInfo,
     WithJsonSchema,
+    field_validator,
     model_validator,
 )
 
@@ -31,6 +33,7 @@ from overlap_serve.sampling import EXCLUDES_LOW, LIMITS, MAX_LOGIT_BIAS
 MAX_STOPS = 32
 MAX_STOP_CHARS = 1024
 MAX_PROMPTS = 1024
+MAX_TOP_LOGPROBS = 20
 
 _DECIMAL = re.compile(r"0|[1-9][0-9]{0,18}")
 
@@ -59,11 +62,12 @@ class RequestFacts:
 
 @dataclass(frozen=True)
 class Context:
-    """Handed to every validator. ignored: names to report, see `ignored.py`."""
+    """Handed to every validator. ignored: names to report, see `ignored.py`. echo: the prompt is asked for, so an answer may be empty."""
 
     config: ServeConfig
     facts: RequestFacts
     ignored: tuple[str, ...]
+    echo: bool = False
 
 
 def context_of(info: ValidationInfo) -> Context:
@@ -87,8 +91,35 @@ class JsonObject(BaseModel):
         return {key: item for key, item in value.items() if item is not None} if isinstance(value, dict) else value
 
 
+class ServedRequest(JsonObject):
+    """A request to a model of this server."""
+
+    model: str = Field(default="", validate_default=True)
+
+    _ignored: tuple[str, ...] = PrivateAttr(default=())
+
+    def model_post_init(self, context: object) -> None:
+        assert isinstance(context, Context)
+        self._ignored = context.ignored
+
+    @field_validator("model")
+    @classmethod
+    def _served(cls, value: str, info: ValidationInfo) -> str:
+        name = context_of(info).facts.model_name
+        if value not in ("", name):
+            raise fault("model_not_found", f"{shown(value)} does not exist; this server has {shown(name)}")
+        return name
+
+    @property
+    def ignored_fields(self) -> tuple[str, ...]:
+        """Inert and unknown fields that came with a value, safe for the header `x-ignored-fields`."""
+        return self._ignored
+
+
 Whole = BeforeValidator(whole)
 Limit = Annotated[int, Field(ge=1), Whole]
+LimitOrZero = Annotated[int, Field(ge=0), Whole]  # 0: generate nothing
+TopCount = Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS), Whole]
 Seed = Annotated[int, Field(ge=-(2**63), le=2**63 - 1), Whole]
 Number = Annotated[float, Field(allow_inf_nan=False)]
 
@@ -158,7 +189,7 @@ def _stop_strings(value: object) -> tuple[str, ...]:
     return tuple(strings)
 
 
-def _token_ids(value: list[object], limit: int, where: str = "") -> tuple[int, ...]:
+def checked_token_ids(value: list[object], limit: int, where: str = "") -> tuple[int, ...]:
     """Checks at C speed: a prompt may have half a million ids. where: ` of prompt 3`, for the message."""
     ids = value if {int}.issuperset(map(type, value)) else [whole(item) for item in value]
     for position, item in enumerate(() if ids is value else ids):
@@ -177,7 +208,7 @@ def _token_ids(value: list[object], limit: int, where: str = "") -> tuple[int, .
 def _stop_token_ids(value: object, info: ValidationInfo) -> tuple[int, ...]:
     if not isinstance(value, list):
         raise wrong_type("an array of token ids", value)
-    return _token_ids(value, context_of(info).facts.id_limit)
+    return checked_token_ids(value, context_of(info).facts.id_limit)
 
 
 def _logit_bias(value: object, info: ValidationInfo) -> dict[int, float]:
@@ -219,7 +250,7 @@ def _prompts(value: object, info: ValidationInfo) -> tuple[str | tuple[int, ...]
     limit = context_of(info).facts.id_limit
     kinds = set(map(type, value))
     if kinds <= {int, float}:
-        return (_token_ids(value, limit),)
+        return (checked_token_ids(value, limit),)
     if kinds not in ({str}, {list}):
         raise fault("invalid_type", "must hold only strings, only token ids, or only arrays of token ids")
     if len(value) > MAX_PROMPTS:
@@ -238,7 +269,7 @@ def _text_prompt(text: str, which: str = "") -> str:
 def _id_prompt(ids: list[object], limit: int, position: int) -> tuple[int, ...]:
     if not ids:
         raise fault("empty_prompt", f"item {position} is empty; send some token ids")
-    return _token_ids(ids, limit, f" of prompt {position}")
+    return checked_token_ids(ids, limit, f" of prompt {position}")
 
 
 _IDS_SCHEMA = {"type": "array", "items": {"type": "integer", "minimum": 0}}

@@ -10,11 +10,10 @@ import re
 from collections.abc import Mapping
 from typing import Annotated, TypeVar
 
-from pydantic import AliasChoices, Field, PrivateAttr, ValidationInfo, field_validator
+from pydantic import AliasChoices, Field, ValidationInfo, field_validator
 
 from overlap_serve.errors import InvalidRequest
 from overlap_serve.openai.fields import (
-    Context,
     JsonObject,
     Limit,
     LogitBias,
@@ -23,9 +22,11 @@ from overlap_serve.openai.fields import (
     RequestFacts,
     ResponseFormat,
     Seed,
+    ServedRequest,
     StopStrings,
     StopTokenIds,
     StructuredOutputs,
+    TopCount,
     Whole,
     context_of,
     only,
@@ -51,10 +52,9 @@ class StreamOptions(JsonObject):
     continuous_usage_stats: bool = False
 
 
-class GenerationRequest(JsonObject):
+class GenerationRequest(ServedRequest):
     """What chat and text completions have in common."""
 
-    model: str = Field(default="", validate_default=True)
     stream: bool = False
     stream_options: StreamOptions | None = None
     n: Limit = 1
@@ -90,9 +90,9 @@ class GenerationRequest(JsonObject):
     truncate_prompt_tokens: Annotated[int, Field(ge=-1), Whole] | None = None
     request_id: str | None = Field(default=None, validation_alias=AliasChoices("request_id", "rid"))
     user: str | None = Field(default=None, validation_alias=AliasChoices("user", "safety_identifier"))
+    prompt_logprobs: TopCount | None = None
 
     # Features that this version lacks: only values that ask for nothing pass.
-    prompt_logprobs: Annotated[int, Field(ge=0, le=20), Whole, only()] | None = None
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
     guided_json: Rejected = None
@@ -107,20 +107,6 @@ class GenerationRequest(JsonObject):
     beam_width: Annotated[int, Whole, only(1)] = 1
     length_penalty: Annotated[Number, only(1.0)] = 1.0
     stop_regex: Rejected = None
-
-    _ignored: tuple[str, ...] = PrivateAttr(default=())
-
-    def model_post_init(self, context: object) -> None:
-        assert isinstance(context, Context)
-        self._ignored = context.ignored
-
-    @field_validator("model")
-    @classmethod
-    def _served(cls, value: str, info: ValidationInfo) -> str:
-        name = context_of(info).facts.model_name
-        if value not in ("", name):
-            raise fault("model_not_found", f"{shown(value)} does not exist; this server has {shown(name)}")
-        return name
 
     @field_validator("stream_options")
     @classmethod
@@ -180,6 +166,13 @@ class GenerationRequest(JsonObject):
             raise fault("integer_above_max_value", f"is {shown(value)}, must be at most {limit}")
         return value
 
+    @field_validator("prompt_logprobs")
+    @classmethod
+    def _not_in_a_stream(cls, value: int | None, info: ValidationInfo) -> int | None:
+        if value is not None and info.data.get("stream") is True:
+            raise fault("invalid_value", "is not allowed with stream: true; ask without stream")
+        return value
+
     @classmethod
     def limit_of(cls, fields: Mapping[str, object]) -> int | None:
         """The requested bound of generated tokens among checked fields, None for no bound."""
@@ -190,11 +183,6 @@ class GenerationRequest(JsonObject):
         return None
 
     @property
-    def ignored_fields(self) -> tuple[str, ...]:
-        """Inert and unknown fields that came with a value, safe for the header `x-ignored-fields`."""
-        return self._ignored
-
-    @property
     def token_limit(self) -> int | None:
         """Requested bound of generated tokens, for `token_budget`; None for no bound."""
         return self.limit_of({"max_completion_tokens": self.max_completion_tokens, "max_tokens": self.max_tokens})
@@ -203,6 +191,16 @@ class GenerationRequest(JsonObject):
     def label(self) -> str | None:
         """The client's own id of the request: for logs and abort by id, never a key."""
         return self.request_id if self.request_id is not None and is_request_id(self.request_id) else None
+
+    @property
+    def num_logprobs(self) -> int:
+        """Alternatives wanted beside each generated token; -1: no log-probabilities at all."""
+        return -1
+
+    @property
+    def num_prompt_logprobs(self) -> int:
+        """The same of the prompt's tokens."""
+        return _first(self.prompt_logprobs, -1)
 
     @property
     def include_usage(self) -> bool:
@@ -250,6 +248,8 @@ class GenerationRequest(JsonObject):
             stop_token_ids=self._all_stop_token_ids(facts),
             eos_token_ids=facts.eos_token_ids,
             ignore_eos=self.ignore_eos,
+            logprobs=min(self.num_logprobs, facts.vocab_size),
+            prompt_logprobs=min(self.num_prompt_logprobs, facts.vocab_size),
         )
 
     def text_params(self, facts: RequestFacts) -> TextParams:

@@ -10,7 +10,7 @@ A check sees the fields declared above its own, so their order matters.
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from typing import Annotated, Literal, TypeVar
+from typing import Annotated, Literal, NoReturn, TypeVar
 
 from pydantic import Field, ValidationError, ValidationInfo, field_validator
 
@@ -21,11 +21,13 @@ from overlap_serve.openai.budget import kept_prompt_tokens, token_budget
 from overlap_serve.openai.conversation import Message, Messages
 from overlap_serve.openai.fields import (
     Context,
+    LimitOrZero,
     Modalities,
     Prompts,
     Rejected,
     RequestFacts,
-    Whole,
+    ServedRequest,
+    TopCount,
     context_of,
     only,
 )
@@ -52,6 +54,7 @@ __all__ = [
     "parse_completion",
     "parse_json",
     "parse_timeout_ms",
+    "refuse_embeddings",
     "token_budget",
 ]
 
@@ -88,10 +91,10 @@ class ChatRequest(GenerationRequest):
     documents: list[object] | None = None
     reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
     enable_thinking: bool | None = None
+    logprobs: bool = False
+    top_logprobs: TopCount | None = None
 
     # Features that this version lacks: only values that ask for nothing pass.
-    logprobs: Annotated[bool, only(False)] = False
-    top_logprobs: Annotated[int, Field(ge=0, le=20), Whole] | None = None
     tools: Annotated[list[object], only([])] = Field(default_factory=list)
     tool_choice: Annotated[object, only("none")] = "none"
     parallel_tool_calls: bool = True
@@ -142,6 +145,10 @@ class ChatRequest(GenerationRequest):
         return value
 
     @property
+    def num_logprobs(self) -> int:
+        return (self.top_logprobs or 0) if self.logprobs else -1
+
+    @property
     def generation_prompt(self) -> bool:
         """Whether the template opens an assistant turn at the end."""
         return self.add_generation_prompt is not False and not self.continue_final_message
@@ -171,12 +178,14 @@ class ChatRequest(GenerationRequest):
 class CompletionRequest(GenerationRequest):
     """Body of POST /v1/completions."""
 
+    max_completion_tokens: LimitOrZero | None = None
+    max_tokens: LimitOrZero | None = None
     prompt: Prompts
     add_special_tokens: bool = True
+    echo: bool = False
+    logprobs: TopCount | None = None
 
     # Features that this version lacks: only values that ask for nothing pass.
-    echo: Annotated[bool, only(False)] = False
-    logprobs: Annotated[int, Field(ge=0, le=20), Whole, only()] | None = None
     suffix: Annotated[str, only("")] = ""
     prompt_embeds: Rejected = None
     json_schema: Rejected = None
@@ -188,11 +197,38 @@ class CompletionRequest(GenerationRequest):
     include_reasoning: Annotated[object, only(instead=USE_CHAT)] = None
     enable_thinking: Annotated[object, only(instead=USE_CHAT)] = None
 
+    @field_validator("max_tokens", "max_completion_tokens")
+    @classmethod
+    def _zero_only_with_echo(cls, value: int | None, info: ValidationInfo) -> int | None:
+        if value == 0 and not context_of(info).echo:
+            raise fault(
+                "integer_below_min_value",
+                "is 0, must be at least 1 unless echo is true",
+            )
+        return value
+
     @classmethod
     def limit_of(cls, fields: Mapping[str, object]) -> int | None:
         """As for chat, but 16 by default."""
         limit = super().limit_of(fields)
         return COMPLETION_MAX_TOKENS if limit is None else limit
+
+    @property
+    def scoring(self) -> bool:
+        """Only the prompt is wanted back (`echo` with a limit of 0): one token is generated all the same, and hidden."""
+        return super().token_limit == 0
+
+    @property
+    def token_limit(self) -> int | None:
+        return 1 if self.scoring else super().token_limit
+
+    @property
+    def num_logprobs(self) -> int:
+        return -1 if self.logprobs is None else self.logprobs
+
+    @property
+    def num_prompt_logprobs(self) -> int:
+        return max(super().num_prompt_logprobs, self.num_logprobs if self.echo else -1)
 
     @property
     def prompts(self) -> tuple[str | tuple[int, ...], ...]:
@@ -202,28 +238,42 @@ class CompletionRequest(GenerationRequest):
 
 def parse_chat(body: dict[str, object], config: ServeConfig, facts: RequestFacts) -> ChatRequest:
     """Raises InvalidRequest or NotFound with code and param of http-api section 13."""
+    unknown = unknown_fields(body, ChatRequest.model_fields)
     unknown_in_messages = unknown_message_fields(body.get("messages"), Message.model_fields)
-    return _parse(ChatRequest, body, config, facts, unknown_in_messages, "omit it for no limit")
+    return parse_as(ChatRequest, body, config, facts, unknown, unknown_in_messages, "omit it for no limit")
 
 
 def parse_completion(body: dict[str, object], config: ServeConfig, facts: RequestFacts) -> CompletionRequest:
     """Raises InvalidRequest or NotFound with code and param of http-api section 13."""
-    return _parse(CompletionRequest, body, config, facts, [], f"omit it for {COMPLETION_MAX_TOKENS}")
+    unknown = unknown_fields(body, CompletionRequest.model_fields)
+    return parse_as(CompletionRequest, body, config, facts, unknown, limit_hint=f"omit it for {COMPLETION_MAX_TOKENS}")
 
 
-R = TypeVar("R", bound=GenerationRequest)
+def refuse_embeddings(body: dict[str, object], config: ServeConfig, facts: RequestFacts) -> NoReturn:
+    """The answer of POST /v1/embeddings where the model generates. Raises InvalidRequest, or NotFound for another model."""
+    parse_as(ServedRequest, {"model": body.get("model")}, config, facts, [])
+    raise InvalidRequest(
+        f"{facts.model_name!r} generates text and makes no embeddings; send this to a server with an embedding model",
+        code="unsupported_operation",
+        param="model",
+    )
 
 
-def _parse(
+R = TypeVar("R", bound=ServedRequest)
+
+
+def parse_as(
     model: type[R],
     body: dict[str, object],
     config: ServeConfig,
     facts: RequestFacts,
-    unknown_deep: Collection[str],
-    limit_hint: str,
+    unknown: Collection[str],
+    unknown_deep: Collection[str] = (),
+    limit_hint: str = "",
 ) -> R:
-    unknown = unknown_fields(body, model.model_fields)
-    context = Context(config, facts, reported([*inert_fields(body), *unknown, *unknown_deep]))
+    """A checked request of this kind. unknown, unknown_deep: names without a meaning; strict configurations refuse the first."""
+    names = reported([*inert_fields(body), *unknown, *unknown_deep])
+    context = Context(config, facts, names, echo=body.get("echo") is True)
     problems: list[Problem] = []
     if config.strict_fields:
         problems += [_unknown(path) for path in unknown]

@@ -44,7 +44,7 @@ class AnswerHead:
 class ChoiceResult:
     """One ended choice. stop_reason: as in `TextDelta` (stop token id, stop string, or cause of the abort).
 
-    token_ids: generated, up to the cut.
+    token_ids: generated, up to the cut. logprobs, prompt_logprobs: ready for JSON (`openai.logprobs`), None when not asked for.
     """
 
     index: int
@@ -52,6 +52,8 @@ class ChoiceResult:
     finish_reason: FinishReason
     stop_reason: str | int | None
     token_ids: Sequence[int]
+    logprobs: Mapping[str, object] | None = None
+    prompt_logprobs: Sequence[object] | None = None
 
 
 @dataclass(frozen=True)
@@ -101,13 +103,16 @@ def chat_completion(
     with_ids = prompt_token_ids is not None
     if prompt_token_ids is not None:
         body["prompt_token_ids"] = list(prompt_token_ids[0])
+    ordered = _in_order(choices)
+    if ordered[0].prompt_logprobs is not None:
+        body["prompt_logprobs"] = ordered[0].prompt_logprobs
     body["choices"] = [
         {
             "index": choice.index,
             "message": {"role": "assistant", "content": choice.text, "refusal": None},
             **_ending(choice, with_ids, stop_strings),
         }
-        for choice in _in_order(choices)
+        for choice in ordered
     ]
     body["usage"] = usage_body(usage)
     return body
@@ -133,6 +138,8 @@ def text_completion(
         entry.update(_ending(choice, prompt_token_ids is not None, stop_strings))
         if prompt_token_ids is not None:
             entry["prompt_token_ids"] = list(prompt_token_ids[choice.index * len(prompt_token_ids) // len(choices)])
+        if choice.prompt_logprobs is not None:
+            entry["prompt_logprobs"] = choice.prompt_logprobs
         entries.append(entry)
     body["choices"] = entries
     body["usage"] = usage_body(usage)
@@ -160,7 +167,7 @@ def model_list(cards: Sequence[Mapping[str, object]]) -> dict[str, object]:
 def _ending(choice: ChoiceResult, with_ids: bool, stop_strings: Mapping[int, str]) -> dict[str, object]:
     assert choice.finish_reason != "error", "an error has a body of its own"
     ending: dict[str, object] = {
-        "logprobs": None,
+        "logprobs": choice.logprobs,
         "finish_reason": choice.finish_reason,
         "stop_reason": client_stop_reason(choice.finish_reason, choice.stop_reason, stop_strings),
     }

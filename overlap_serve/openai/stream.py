@@ -3,6 +3,7 @@
 Owns the order of chunks and where `usage` and token ids appear; knows no socket and no clock. The one idea: all of a chunk but
 its text is the same for the whole request, so it is encoded once, and a delta costs one JSON string and a few joins.
 
+    begin()      -> [chunk with the echoed prompt]               once per index, text completions only, before its first delta
     delta(first) -> [role chunk, chat only] [content chunk]      once per index
     delta(...)   -> [content chunk]                              none if it adds nothing
     delta(last)  -> [content chunk] finish chunk                 once per index
@@ -28,6 +29,11 @@ _encode = json.JSONEncoder(separators=(",", ":"), allow_nan=False).encode
 
 def _json(value: object) -> bytes:
     return _encode(value).encode("ascii")
+
+
+def _logprobs(value: Mapping[str, object] | None) -> bytes:
+    """What follows the text of a chunk that does not end its choice."""
+    return b',"logprobs":' + _json(value) + b',"finish_reason":null'
 
 
 class _Chunks(ABC):
@@ -59,7 +65,7 @@ class _Chunks(ABC):
         self._n = n
         self._stop_strings = stop_strings
         self._end = b'],"usage":null}\n\n' if include_usage else b"]}\n\n"
-        self._after_text = self._text_close + b',"logprobs":null,"finish_reason":null'
+        self._after_text = self._text_close + _logprobs(None)
         self._opens: dict[int, bytes] = {}  # of started choices: a content chunk up to its text
         self._finished: set[int] = set()
 
@@ -71,23 +77,25 @@ class _Chunks(ABC):
         finish: FinishReason | None = None,
         stop_reason: str | int | None = None,
         usage: Usage | None = None,
+        logprobs: Mapping[str, object] | None = None,
     ) -> bytes:
         """Events of one delta of choice `index`, in order; b"" if it has nothing to say.
 
         finish, stop_reason: as in `TextDelta`; an `error` ends the stream by `error()` instead. usage: running totals of the
-        request, required with continuous usage.
+        request, required with continuous usage. logprobs: of token_ids, ready for JSON; given exactly when the request asks.
         """
         assert index not in self._finished, f"choice {index} has ended"
         end = self._end_with(usage)
         events = []
         if index not in self._opens:
             events.append(self._start(index, end))
-            self._opens[index] = self._choice(index) + self._text_open
+            self._open(index)
         with_ids = self._prompt_token_ids is not None
-        # A token without text yet says nothing, unless ids or running totals are wanted (vLLM #13087).
-        if text or (token_ids and (with_ids or self._continuous)):
+        # A token without text yet says nothing, unless its id, its logprob or running totals are wanted (vLLM #13087).
+        if text or (token_ids and (with_ids or self._continuous or logprobs is not None)):
             ids = b',"token_ids":' + _json(list(token_ids)) if with_ids else b""
-            events.append(b"".join((self._opens[index], _json(text), self._after_text, ids, b"}", end)))
+            after = self._after_text if logprobs is None else self._text_close + _logprobs(logprobs)
+            events.append(b"".join((self._opens[index], _json(text), after, ids, b"}", end)))
         if finish is not None:
             events.append(self._last(index, finish, stop_reason, end))
         return b"".join(events)
@@ -105,6 +113,9 @@ class _Chunks(ABC):
     @abstractmethod
     def _start(self, index: int, end: bytes) -> bytes:
         """Events before the first text of a choice."""
+
+    def _open(self, index: int) -> None:
+        self._opens[index] = self._choice(index) + self._text_open
 
     def _choice(self, index: int) -> bytes:
         return self._head + b',"choices":[{"index":' + str(index).encode("ascii") + b","
@@ -139,16 +150,26 @@ class ChatChunks(_Chunks):
 
 
 class CompletionChunks(_Chunks):
-    """`text_completion` events. Prompt ids are sent in a first chunk of each choice; without them there is no such chunk."""
+    """`text_completion` events. Prompt ids and echo are sent in a first chunk of each choice; without them there is no such chunk."""
 
     _kind = "text_completion"
     _text_open = b'"text":'
     _text_close = b""
     _no_text = b'"text":""'
 
+    def begin(
+        self, index: int, text: str, logprobs: Mapping[str, object] | None = None, usage: Usage | None = None
+    ) -> bytes:
+        """The first event of a choice with echo. text: its prompt; logprobs: of the prompt's tokens; usage: as in `delta`."""
+        assert index not in self._opens, f"choice {index} has begun"
+        self._open(index)
+        return self._first(index, text, logprobs, self._end_with(usage))
+
     def _start(self, index: int, end: bytes) -> bytes:
-        if self._prompt_token_ids is None:
-            return b""
-        ids = _json(list(self._prompt_token_ids[index // self._n]))
-        no_text = b'"text":"","logprobs":null,"finish_reason":null,"prompt_token_ids":'
-        return self._choice(index) + no_text + ids + b"}" + end
+        return b"" if self._prompt_token_ids is None else self._first(index, "", None, end)
+
+    def _first(self, index: int, text: str, logprobs: Mapping[str, object] | None, end: bytes) -> bytes:
+        ids = b""
+        if self._prompt_token_ids is not None:
+            ids = b',"prompt_token_ids":' + _json(list(self._prompt_token_ids[index // self._n]))
+        return b"".join((self._choice(index), self._text_open, _json(text), _logprobs(logprobs), ids, b"}", end))

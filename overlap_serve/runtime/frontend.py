@@ -16,7 +16,7 @@ import uuid
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NoReturn, Protocol
 
 from prometheus_client import CollectorRegistry
 
@@ -25,10 +25,11 @@ from overlap_serve.config import ModelFacts, ServeConfig
 from overlap_serve.errors import InternalError, NotFound, QueueFull, RequestError, ServerUnavailable
 from overlap_serve.messages import GenerateRequest, ReplicaStatus, Route
 from overlap_serve.metrics import IngressMetrics, TransportMetrics, build_info, merge, snapshot
-from overlap_serve.openai.protocol import ignored_label
+from overlap_serve.openai.protocol import ignored_label, parse_json, refuse_embeddings
 from overlap_serve.openai.response import model_card, model_list
 from overlap_serve.runtime.inflight import RETRY_S, InFlight, Submit, aborted
-from overlap_serve.runtime.prepare import Body, Prepared, Preparer
+from overlap_serve.runtime.metric_names import with_names
+from overlap_serve.runtime.prepare import Answered, Body, Prepared, Preparer
 from overlap_serve.runtime.reply import Reply
 from overlap_serve.runtime.streams import Answer
 from overlap_serve.text.template import TextModel
@@ -56,6 +57,9 @@ class Cluster(Protocol):
 
     async def metric_snapshots(self) -> list[bytes]:
         """Expositions of all other processes: schedulers, detokenizers, other ingresses."""
+
+    async def abort_everywhere(self, label: str | None) -> int:
+        """`Frontend.abort` in all other ingress replicas; the sum of their numbers."""
 
 
 @dataclass(frozen=True)
@@ -91,12 +95,14 @@ class Frontend:
         build_info(registry, replica)
         self._fingerprint = fingerprint(config)
         self._created = int(time.time())
+        self._tokenizer = text.tokenizer
         self._preparer = Preparer(config, text, facts)
         self._metrics = IngressMetrics(registry, config.model_name, replica)
         hops = TransportMetrics(registry, replica)
         self._inflight = InFlight(bind, key, submit, self._metrics, hops, config.slow_client_timeout)
         self._watcher: asyncio.Task[None] | None = None
         self._draining = False
+        self._was_ready = False
         self._scrape = b""
         self._scraped_s = 0.0
 
@@ -142,9 +148,9 @@ class Frontend:
             request = await self._preparer.parse(body)
             for field in request.ignored_fields:
                 self._metrics.ignored(ignored_label(field))
-            capacity = self._admit()
+            capacity = self._admit(request.n)
             prepared = await self._preparer.tokenize(request, body.big, capacity)
-            self._admit()  # again: that took time
+            self._admit(request.n)  # again: that took time
             return self._start(prepared, call, arrival_s)
         except RequestError as error:
             self.reject(error)
@@ -160,6 +166,27 @@ class Frontend:
     def abort(self, label: str | None) -> int:
         """Abort the open requests of this replica that have this client request id (None: all). Returns their number."""
         return self._inflight.abort(label)
+
+    async def abort_everywhere(self, label: str | None) -> int:
+        """`abort` in every ingress replica: a client's requests may be at any of them."""
+        return self.abort(label) + await self._cluster.abort_everywhere(label)
+
+    async def tokenize(self, data: bytes) -> Answered:
+        """Body of POST /tokenize -> answer; works whether the engine does or not. Raises RequestError."""
+        return self._counted(await self._preparer.tokenize_only(data))
+
+    async def detokenize(self, data: bytes) -> Answered:
+        """Body of POST /detokenize -> answer. Raises RequestError."""
+        return self._counted(await self._preparer.detokenize_only(data))
+
+    def embed(self, data: bytes) -> NoReturn:
+        """Body of POST /v1/embeddings: this server has no model for it. Raises RequestError."""
+        refuse_embeddings(parse_json(data), self.config, self._preparer.facts)
+
+    def _counted(self, answered: Answered) -> Answered:
+        for field in answered.ignored_fields:
+            self._metrics.ignored(ignored_label(field))
+        return answered
 
     def _start(self, prepared: Prepared, call: Call, arrival_s: float) -> Reply:
         request = prepared.request
@@ -187,12 +214,15 @@ class Frontend:
             for prompt, sampling in zip(prepared.prompts, prepared.sampling, strict=True)
         ]
         self._inflight.accept(answer, requests, timeout_s)
-        return Reply(prepared, answer, self._fingerprint, self._inflight.leave)
+        return Reply(prepared, answer, self._fingerprint, self._inflight.leave, self._tokenizer)
 
     # -- admission
 
-    def _admit(self) -> int:
-        """KV capacity of the largest replica, in tokens. Raises ServerUnavailable, QueueFull: before any work is done."""
+    def _admit(self, n: int) -> int:
+        """KV capacity that every replica has, in tokens. n: choices of one prompt.
+
+        Raises ServerUnavailable, QueueFull: before any work is done.
+        """
         status = self._status()
         if status != "ready":
             code, advice = _UNAVAILABLE[status]
@@ -202,9 +232,9 @@ class Frontend:
         unstarted = self._inflight.num_unstarted - len(ready) * self.config.max_running_requests
         waiting = max(sum(replica.waiting for replica in ready), unstarted)
         limit = self.config.max_waiting_requests * len(ready)
-        if waiting >= limit:
+        if waiting > 0 and waiting + n > limit:  # an idle server takes whatever one request may ask
             raise QueueFull(f"{waiting} requests wait, the limit is {limit}; try again later", retry_after_s=RETRY_S)
-        return max(replica.capacity_tokens for replica in ready)
+        return min(replica.capacity_tokens for replica in ready)
 
     # -- state for health checks, models and metrics
 
@@ -237,6 +267,23 @@ class Frontend:
         status = self._status()
         return 200 if status == "ready" else 503, self._health(status)
 
+    def health_startup(self) -> tuple[int, dict[str, object]]:
+        """200 from the first moment on in which this server was ready, whatever happens later."""
+        status = self._status()
+        return 200 if self._was_ready else 503, self._health(status)
+
+    def load(self) -> dict[str, object]:
+        """Answer of GET /load. server_load: requests that run or wait in the engines. kv_usage: of the fullest engine, 0 to 1."""
+        replicas = self._cluster.replicas()
+        running = sum(replica.running for replica in replicas)
+        waiting = sum(replica.waiting for replica in replicas)
+        return {
+            "server_load": running + waiting,
+            "running": running,
+            "waiting": waiting,
+            "kv_usage": max((replica.kv_usage for replica in replicas), default=0.0),
+        }
+
     def metrics_snapshot(self) -> bytes:
         """This process alone."""
         return snapshot(self._registry)
@@ -246,7 +293,7 @@ class Frontend:
         now_s = asyncio.get_running_loop().time()
         if not self._scrape or now_s - self._scraped_s > SCRAPE_S:
             others = await self._cluster.metric_snapshots()
-            self._scrape = merge([self.metrics_snapshot(), *others])
+            self._scrape = with_names(merge([self.metrics_snapshot(), *others]), self.config.metrics_compat)
             self._scraped_s = now_s
         return self._scrape
 
@@ -256,7 +303,10 @@ class Frontend:
             return "draining"
         known = {replica.status for replica in self._cluster.replicas()}
         best = next((status for status in _BEST_FIRST if status in known), "loading")
-        return best if best != "ready" or self._cluster.detokenizers() else "loading"
+        if best == "ready" and not self._cluster.detokenizers():
+            best = "loading"
+        self._was_ready |= best == "ready"
+        return best
 
     def _health(self, status: str) -> dict[str, object]:
         replicas = self._cluster.replicas()
@@ -282,12 +332,21 @@ class Frontend:
         missing: Counter[str] = Counter()
         while True:
             await asyncio.sleep(WATCH_S)
-            up = {*self._cluster.detokenizers(), *self._cluster.leaving_detokenizers()}
-            now_missing = self._inflight.detokenizers_in_use() - up
-            missing = Counter({endpoint: missing[endpoint] + 1 for endpoint in now_missing})
-            if gone := {endpoint for endpoint, times in missing.items() if times >= GONE_AFTER}:
-                log.warning("detokenizers are gone: %s", ", ".join(sorted(gone)))
-                self._inflight.lose_detokenizers(gone)
+            try:
+                missing = self._look(missing)
+            except Exception:  # one bad round must not end all later ones
+                log.exception("could not look after the detokenizers")
+
+    def _look(self, missing: Counter[str]) -> Counter[str]:
+        """How many looks in a row each endpoint in use has been missing; fails the requests of those that are gone."""
+        self._status()  # keeps `_was_ready`, also when nobody asks
+        up = {*self._cluster.detokenizers(), *self._cluster.leaving_detokenizers()}
+        now_missing = self._inflight.detokenizers_in_use() - up
+        missing = Counter({endpoint: missing[endpoint] + 1 for endpoint in now_missing})
+        if gone := {endpoint for endpoint, times in missing.items() if times >= GONE_AFTER}:
+            log.warning("detokenizers are gone: %s", ", ".join(sorted(gone)))
+            self._inflight.lose_detokenizers(gone)
+        return missing
 
     def _now(self) -> float:
         return asyncio.get_running_loop().time()

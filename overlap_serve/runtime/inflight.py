@@ -20,6 +20,8 @@ import logging
 from collections import Counter
 from collections.abc import Awaitable, Callable, Collection, Sequence
 
+import msgspec
+
 from overlap_serve.errors import (
     ContextLengthExceeded,
     DeadlineExceeded,
@@ -40,6 +42,9 @@ log = logging.getLogger(__name__)
 
 GRACE_S = 5.0  # for terminal deltas after an abort, a deadline or the end of a submit call; then the ingress ends the request itself
 RETRY_S = 1.0
+# Choices of one HTTP request that a scheduler gets at once; its other prompts follow as these end. One request of 1,024 prompts must
+# neither fill the queue for everybody nor be refused for its size.
+WINDOW_CHOICES = 64
 
 # One open call per prompt: returns when the request has ended in the scheduler, raises RequestError when it cannot run or its
 # scheduler died; cancelling the task cancels the request.
@@ -125,12 +130,24 @@ class InFlight:
         self._answers[answer] = None
         self._metrics.accepted.inc()
         self._metrics.open.inc()
-        for index, request in enumerate(requests):
-            self._open(PromptStream(answer, request, index * request.n))
+        answer.accepted_s = self._now()
+        answer.unopened.extend(PromptStream(answer, request, i * request.n) for i, request in enumerate(requests))
+        for _ in range(min(len(requests), max(1, WINDOW_CHOICES // answer.n))):
+            self._open(answer.unopened.popleft())
         if timeout_s is not None:
             # The scheduler keeps deadlines; this is for one that does not answer.
             backstop_s = timeout_s + GRACE_S
             answer.backstop = asyncio.get_running_loop().call_later(backstop_s, self._abort, answer, "deadline")
+
+    def _open_next(self, answer: Answer) -> None:
+        """A prompt of many has ended: start another, with the time that is left."""
+        if answer.unopened and answer in self._answers:
+            stream = answer.unopened.popleft()
+            timeout_s = stream.request.timeout_s
+            if timeout_s is not None:
+                left_s = max(0.001, timeout_s - (self._now() - answer.accepted_s))
+                stream.request = msgspec.structs.replace(stream.request, timeout_s=left_s)
+            self._open(stream)
 
     def _open(self, stream: PromptStream) -> None:
         stream.answer.streams.append(stream)
@@ -172,6 +189,10 @@ class InFlight:
 
     def _abort(self, answer: Answer, cause: AbortCause) -> None:
         """Ask for the end; the terminal deltas follow, and if they do not, `_cut` stands in for them."""
+        unopened = list(answer.unopened)
+        answer.unopened.clear()
+        for stream in unopened:
+            self._cut_unopened(stream, cause)
         for stream in answer.streams:
             if stream.request.rid not in self._streams:
                 continue
@@ -180,6 +201,11 @@ class InFlight:
                 asyncio.get_running_loop().call_later(GRACE_S, self._cut, stream, cause)
             else:
                 self._cut(stream, cause)
+
+    def _cut_unopened(self, stream: PromptStream, cause: AbortCause) -> None:
+        for delta in stream.terminals(cause):
+            if stream.answer in self._answers:
+                self._deliver(stream, delta)
 
     def _cut(self, stream: PromptStream, cause: AbortCause) -> None:
         """End a prompt here, without its scheduler."""
@@ -230,6 +256,7 @@ class InFlight:
             self._stop(stream, "stop", delta.choice)  # only the detokenizer knows; the scheduler still runs the choice
         if stream.complete:
             self._forget(stream)
+            self._open_next(answer)
         if answer.complete:
             self._finish(answer)
         elif answer.unread_since_s is not None and self._now() - answer.unread_since_s > self._slow_client_s:
@@ -335,6 +362,7 @@ class InFlight:
     def _end(self, answer: Answer, reason: str) -> None:
         assert answer in self._answers, "an answer ends once"
         del self._answers[answer]
+        answer.unopened.clear()
         if answer.backstop is not None:
             answer.backstop.cancel()
         for stream in answer.streams:

@@ -8,14 +8,17 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Literal, TypeVar
 
+import msgspec
+
 from overlap_serve.config import ModelFacts, ServeConfig
 from overlap_serve.errors import ContextLengthExceeded, InvalidRequest, ModelLoadError, QueueFull, RequestError
 from overlap_serve.messages import pack_ids
+from overlap_serve.openai.echo import Echo, echo_of
 from overlap_serve.openai.protocol import (
     ChatRequest,
     CompletionRequest,
@@ -26,12 +29,21 @@ from overlap_serve.openai.protocol import (
     parse_json,
     token_budget,
 )
+from overlap_serve.openai.tokenization import (
+    TokenizeChat,
+    TokenizeText,
+    detokenize_body,
+    parse_detokenize,
+    parse_tokenize,
+    tokenize_body,
+)
 from overlap_serve.sampling import SamplingParams, TextParams
 from overlap_serve.text.template import ChatTemplate, TextModel
 
 BIG_BODY_BYTES = 64 * 1024
 POOL_THREADS = 2
 RENDER_LIMIT_S = 10.0
+QUEUE_LIMIT_S = 60.0
 TOKENIZE_LIMIT_S = 60.0
 
 T = TypeVar("T")
@@ -54,7 +66,7 @@ class Prepared:
     """A request that can run.
 
     prompts: int32 bytes (`pack_ids`); sampling: one for each prompt, with its own token budget. stop_strings: ids that stop only
-    because their text is a stop string.
+    because their text is a stop string. echoes: one for each prompt if the answer begins with it, else none.
     """
 
     request: ChatRequest | CompletionRequest
@@ -62,6 +74,15 @@ class Prepared:
     sampling: tuple[SamplingParams, ...]
     text: TextParams
     stop_strings: Mapping[int, str]
+    echoes: tuple[Echo, ...] = ()
+
+
+@dataclass(frozen=True)
+class Answered:
+    """The answer of a request that needs no engine. body: JSON. ignored_fields: for `x-ignored-fields`."""
+
+    body: bytes
+    ignored_fields: tuple[str, ...]
 
 
 class Preparer:
@@ -76,24 +97,69 @@ class Preparer:
         """Everything that can be refused without tokenizing. Raises InvalidRequest, NotFound."""
         if not body.big:
             return self._parse(body)  # well below a ms; a thread would cost as much
-        slow = QueueFull("too many large requests are being read; try again later", retry_after_s=1.0)
-        return await self._run(True, lambda: self._parse(body), TOKENIZE_LIMIT_S, slow)
+        return await self._reading(True, lambda: self._parse(body))
 
     async def tokenize(self, request: ChatRequest | CompletionRequest, big: bool, capacity_tokens: int) -> Prepared:
         """capacity_tokens: C of http-api section 2.3. Raises InvalidRequest, ContextLengthExceeded, QueueFull."""
         texts = await self._texts(request, big)
-        slow = QueueFull("too many large prompts are being tokenized; try again later", retry_after_s=1.0)
-        return await self._run(big, lambda: self._prepare(request, texts, capacity_tokens), TOKENIZE_LIMIT_S, slow)
+        return await self._reading(big, lambda: self._prepare(request, texts, capacity_tokens))
+
+    def prepare_now(
+        self, kind: Literal["chat", "completion"], fields: dict[str, object], capacity_tokens: int
+    ) -> Prepared:
+        """`parse` and `tokenize` of a decoded body in the calling thread, without time limits: offline nobody else waits.
+
+        Raises InvalidRequest, ContextLengthExceeded.
+        """
+        request: ChatRequest | CompletionRequest
+        texts: tuple[str | tuple[int, ...], ...]
+        if kind == "chat":
+            request = parse_chat(fields, self._config, self.facts)
+            texts = (render_chat(request, self._text),)
+        else:
+            request = parse_completion(fields, self._config, self.facts)
+            texts = request.prompts
+        return self._prepare(request, texts, capacity_tokens)
+
+    async def tokenize_only(self, data: bytes) -> Answered:
+        """Body of POST /tokenize -> the ids that a generation would use. Raises InvalidRequest, NotFound, QueueFull."""
+        big = len(data) > BIG_BODY_BYTES
+        request = await self._reading(big, lambda: parse_tokenize(parse_json(data), self._config, self.facts))
+        if isinstance(request, TokenizeChat):
+            texts = await self._texts(request, big)
+            return await self._reading(big, lambda: self._tokenized(request, texts, "messages"))
+        return await self._reading(big, lambda: self._tokenized(request, request.texts, "prompt"))
+
+    async def detokenize_only(self, data: bytes) -> Answered:
+        """Body of POST /detokenize -> text. Raises InvalidRequest, NotFound, QueueFull."""
+        return await self._reading(len(data) > BIG_BODY_BYTES, lambda: self._detokenized(data))
 
     def close(self) -> None:
         """Threads that still work end by themselves."""
         self._small.shutdown(wait=False, cancel_futures=True)
         self._big.shutdown(wait=False, cancel_futures=True)
 
+    async def _reading(self, big: bool, work: Callable[[], T]) -> T:
+        return await self._run(big, work, TOKENIZE_LIMIT_S, _busy())
+
     async def _run(self, big: bool, work: Callable[[], T], limit_s: float, too_slow: RequestError) -> T:
-        """A thread cannot be stopped: past the limit its result is ignored."""
-        pool = self._big if big else self._small
-        future = asyncio.get_running_loop().run_in_executor(pool, work)
+        """limit_s counts from the work's begin; waiting in line for a thread has a limit of its own, and ends with QueueFull.
+
+        A thread cannot be stopped: past the limit its result is ignored.
+        """
+        loop = asyncio.get_running_loop()
+        begun = asyncio.Event()
+
+        def begin() -> T:
+            loop.call_soon_threadsafe(begun.set)
+            return work()
+
+        future = loop.run_in_executor(self._big if big else self._small, begin)
+        try:
+            await asyncio.wait_for(begun.wait(), QUEUE_LIMIT_S)
+        except asyncio.TimeoutError:
+            future.cancel()
+            raise _busy() from None
         try:
             return await asyncio.wait_for(future, limit_s)
         except asyncio.TimeoutError:
@@ -118,7 +184,7 @@ class Preparer:
     ) -> Prepared:
         param = "messages" if isinstance(request, ChatRequest) else "prompt"
         seed = secrets.randbits(63)
-        prompts, sampling = [], []
+        prompts, sampling, echoes = [], [], []
         for text in texts:
             ids = self._ids(request, text, param, capacity_tokens)
             max_tokens = token_budget(
@@ -132,19 +198,22 @@ class Preparer:
             )
             prompts.append(pack_ids(ids))
             sampling.append(request.sampling(max_tokens, seed, self.facts))
+            if isinstance(request, CompletionRequest) and request.echo:
+                echoes.append(self._echo(request, text, ids))
         return Prepared(
             request=request,
             prompts=tuple(prompts),
             sampling=tuple(sampling),
             text=request.text_params(self.facts),
             stop_strings=request.stop_token_strings(self.facts),
+            echoes=tuple(echoes),
         )
 
     def _ids(
         self, request: ChatRequest | CompletionRequest, text: str | tuple[int, ...], param: str, capacity_tokens: int
     ) -> list[int] | tuple[int, ...]:
         """Token ids of one prompt, its right end if the client asked for that."""
-        ids = text if isinstance(text, tuple) else self._encode(request, text, param)
+        ids = text if isinstance(text, tuple) else self._encode(text, request.add_special_tokens, param)
         if request.truncate_prompt_tokens is not None:
             kept = kept_prompt_tokens(
                 request.truncate_prompt_tokens,
@@ -161,8 +230,40 @@ class Preparer:
             )
         return ids
 
-    def _encode(self, request: ChatRequest | CompletionRequest, text: str, param: str) -> list[int]:
-        ids = self._text.tokenizer.encode(text, add_special_tokens=request.add_special_tokens)
+    def _echo(self, request: CompletionRequest, text: str | tuple[int, ...], ids: Sequence[int]) -> Echo:
+        whole = isinstance(text, str) and request.truncate_prompt_tokens is None
+        return echo_of(
+            self._text.tokenizer,
+            ids,
+            text if isinstance(text, str) and whole else None,
+            skip_special_tokens=request.skip_special_tokens,
+            with_offsets=request.num_logprobs >= 0,
+        )
+
+    def _tokenized(
+        self, request: TokenizeText | TokenizeChat, texts: Sequence[str | tuple[int, ...]], param: str
+    ) -> Answered:
+        ids = [self._encode(text, request.add_special_tokens, param) for text in texts if isinstance(text, str)]
+        strings = None
+        if request.return_token_strs:
+            strings = [[self._token_text(token_id) for token_id in tokens] for tokens in ids]
+        many = isinstance(request, TokenizeText) and request.many
+        body = tokenize_body(ids, strings, many=many, max_model_len=self.facts.max_model_len)
+        return Answered(msgspec.json.encode(body), request.ignored_fields)
+
+    def _token_text(self, token_id: int) -> str:
+        return self._text.tokenizer.token_bytes(token_id).decode("utf-8", "replace")
+
+    def _detokenized(self, data: bytes) -> Answered:
+        request = parse_detokenize(parse_json(data), self._config, self.facts)
+        texts = [
+            self._text.tokenizer.decode(ids, skip_special_tokens=request.skip_special_tokens)
+            for ids in request.sequences
+        ]
+        return Answered(msgspec.json.encode(detokenize_body(texts, many=request.many)), request.ignored_fields)
+
+    def _encode(self, text: str, add_special_tokens: bool, param: str) -> list[int]:
+        ids = self._text.tokenizer.encode(text, add_special_tokens=add_special_tokens)
         if ids and max(ids) >= self.facts.vocab_size:
             raise InvalidRequest(
                 f"{param} holds text of a special token that this model has no row for (id {max(ids)}, the model ends at "
@@ -171,6 +272,10 @@ class Preparer:
                 param=param,
             )
         return ids
+
+
+def _busy() -> QueueFull:
+    return QueueFull("too many large requests are being read and tokenized; try again later", retry_after_s=1.0)
 
 
 def request_facts(config: ServeConfig, text: TextModel, facts: ModelFacts) -> RequestFacts:

@@ -200,8 +200,9 @@ def test_schema_documents_the_requests(rig: HttpRig) -> None:
         assert http.get("/docs").status_code == 200
         assert http.get("/version").json() == {"version": __version__, "commit": None}
     assert set(schema["paths"]) == {
-        *(CHAT, COMPLETIONS, "/v1/models", "/v1/models/{model}", "/v1/abort"),
-        *("/health", "/health/ready", "/health/live", "/version", "/metrics"),
+        *(CHAT, COMPLETIONS, "/v1/models", "/v1/models/{model}", "/v1/abort", "/v1/embeddings"),
+        *("/tokenize", "/detokenize", "/v1/tokenize", "/v1/detokenize"),
+        *("/health", "/health/ready", "/health/live", "/health/startup", "/version", "/metrics", "/load"),
     }
     schemas = schema["components"]["schemas"]
     body = schema["paths"][CHAT]["post"]["requestBody"]["content"]["application/json"]["schema"]

@@ -161,7 +161,7 @@ SHARED = [
     integer("truncate_prompt_tokens", [1, -1, MAX_LEN], [(0, INT_LOW), (-2, INT_LOW), (MAX_LEN + 1, INT_HIGH)]),
     Field("request_id", [("id", "id")], NOT_STRING),
     Field("user", [("me", "me")], NOT_STRING),
-    absent_feature("prompt_logprobs", 0, 5),
+    integer("prompt_logprobs", [0, 20], [(21, INT_HIGH), (-1, INT_LOW)]),
     Field(
         "response_format",
         [({"type": "text"}, {"type": "text"})],
@@ -210,7 +210,7 @@ CHAT = [
         ],
     ),
     Field("documents", [([], []), ([{"text": "a"}], [{"text": "a"}])], [({}, TYPE), ("a", TYPE)]),
-    Field("logprobs", [(False, False)], [(True, UNSUPPORTED), *NOT_BOOL]),
+    flag("logprobs"),
     Field("top_logprobs", [], [(21, INT_HIGH), (-1, INT_LOW), (0, VALUE), (20, VALUE), *NOT_INT]),
     Field("tools", [([], [])], [([{"type": "function"}], UNSUPPORTED), ({}, TYPE), ("a", TYPE)]),
     Field(
@@ -264,8 +264,8 @@ COMPLETION = [
             (True, TYPE),
         ],
     ),
-    Field("echo", [(False, False)], [(True, UNSUPPORTED), *NOT_BOOL]),
-    Field("logprobs", [], [(0, UNSUPPORTED), (5, UNSUPPORTED), (21, INT_HIGH), (True, TYPE), ("1", TYPE)]),
+    flag("echo"),
+    integer("logprobs", [0, 20], [(21, INT_HIGH), (-1, INT_LOW)]),
     Field("suffix", [("", "")], [("end", UNSUPPORTED), (1, TYPE)]),
     Field("tools", [([], [])], [([{}], UNSUPPORTED)]),
     Field("tool_choice", [("none", "none")], [("auto", UNSUPPORTED)]),
@@ -486,10 +486,53 @@ def test_request_templates_need_trust() -> None:
     assert chat(config(trust_request_chat_template=True), chat_template="{{ 1 }}").chat_template == "{{ 1 }}"
 
 
-def test_top_logprobs_beside_logprobs_reports_only_the_missing_feature() -> None:
-    error = refused_chat(logprobs=True, top_logprobs=5)
-    assert (error.code, error.param) == (UNSUPPORTED, "logprobs")
-    assert "top_logprobs" not in error.message
+def test_top_logprobs_need_logprobs() -> None:
+    for fields in ({}, {"logprobs": False}):
+        error = refused_chat(top_logprobs=5, **fields)
+        assert (error.code, error.param) == (VALUE, "top_logprobs")
+    assert refused_chat(logprobs="x", top_logprobs=5).message.count(";") == 0  # one mistake, one report
+    assert chat(logprobs=True, top_logprobs=5).top_logprobs == 5
+
+
+@pytest.mark.parametrize(
+    ("request_", "logprobs", "prompt_logprobs"),
+    [
+        (chat(), -1, -1),
+        (chat(logprobs=True), 0, -1),
+        (chat(logprobs=True, top_logprobs=0), 0, -1),
+        (chat(logprobs=True, top_logprobs=5, prompt_logprobs=3), 5, 3),
+        (completion(), -1, -1),
+        (completion(logprobs=0), 0, -1),
+        (completion(logprobs=5), 5, -1),
+        (completion(logprobs=5, echo=True), 5, 5),
+        (completion(logprobs=5, echo=True, prompt_logprobs=2), 5, 5),
+        (completion(logprobs=1, echo=True, prompt_logprobs=2), 1, 2),
+        (completion(echo=True), -1, -1),
+        (completion(prompt_logprobs=0), -1, 0),
+    ],
+)
+def test_what_the_engine_is_asked_for(
+    request_: ChatRequest | CompletionRequest, logprobs: int, prompt_logprobs: int
+) -> None:
+    sampling = request_.sampling(4, 0, FACTS)
+    assert (sampling.logprobs, sampling.prompt_logprobs) == (logprobs, prompt_logprobs)
+
+
+def test_prompt_logprobs_are_not_streamed() -> None:
+    for error in (refused_chat(prompt_logprobs=1, stream=True), refused_completion(prompt_logprobs=1, stream=True)):
+        assert (error.code, error.param) == (VALUE, "prompt_logprobs")
+
+
+@pytest.mark.parametrize("name", ["max_tokens", "max_completion_tokens"])
+def test_a_limit_of_zero_is_for_completions_with_echo(name: str) -> None:
+    scoring = completion(echo=True, **{name: 0})
+    assert scoring.scoring and scoring.token_limit == 1
+    assert not completion(echo=True).scoring and completion(echo=True).token_limit == 16
+    for error in (refused_completion(**{name: 0}), refused_completion(echo=False, **{name: 0})):
+        assert (error.code, error.param) == (INT_LOW, name)
+        assert "echo" in error.message and "omit it for 16" in error.message
+    assert refused_chat(echo=True, **{name: 0}).code == INT_LOW
+    assert refused_completion(echo=True, **{name: -1}).code == INT_LOW
 
 
 def test_chat_only_fields_on_completions_point_to_chat() -> None:

@@ -119,6 +119,41 @@ def test_token_ids_come_with_their_text_and_prompt_ids_once() -> None:
     assert [first["prompt_token_ids"] for first in firsts] == [[1], [1], [2, 3], [2, 3]]
 
 
+LISTS = {"tokens": ["a"], "token_logprobs": [-0.5], "top_logprobs": [{"a": -0.5}], "text_offset": [0]}
+
+
+def test_logprobs_travel_with_the_text_of_their_chunk_and_never_on_the_last() -> None:
+    for chunks in (ChatChunks(HEAD), CompletionChunks(HEAD)):
+        stream = chunks.delta(0, "a", (5,), logprobs=LISTS) + chunks.delta(0, "", (2,), "stop", logprobs=LISTS)
+        got = [event["choices"][0] for event in events(stream)]
+        assert [choice["logprobs"] for choice in got][-3:] == [LISTS, LISTS, None]
+        assert [choice["finish_reason"] for choice in got][-3:] == [None, None, "stop"]
+
+
+def test_a_token_without_text_is_sent_for_its_logprob() -> None:
+    chunks = ChatChunks(HEAD)
+    got = events(chunks.delta(0, "", (5,), logprobs={"content": [1]}))
+    assert [event["choices"][0]["delta"]["content"] for event in got] == ["", ""]
+    assert chunks.delta(0, "", (), logprobs={"content": []}) == b""
+
+
+def test_echo_is_the_first_chunk_of_each_choice() -> None:
+    chunks = CompletionChunks(HEAD, include_usage=True, prompt_token_ids=[[1], [2]], n=1)
+    stream = chunks.begin(1, "prompt", LISTS) + chunks.delta(1, "a", (5,), logprobs=LISTS)
+    first, second = (event["choices"][0] for event in events(stream))
+    assert first == {
+        "index": 1,
+        "text": "prompt",
+        "logprobs": LISTS,
+        "finish_reason": None,
+        "prompt_token_ids": [2],
+    }
+    assert (second["text"], second["token_ids"]) == ("a", [5]) and "prompt_token_ids" not in second
+    assert all(event["usage"] is None for event in events(stream))
+    with pytest.raises(AssertionError):
+        chunks.begin(1, "prompt")
+
+
 def test_an_error_event_is_followed_by_done_alone() -> None:
     chunks = ChatChunks(HEAD, include_usage=True)
     chunks.delta(0, "a", (5,))

@@ -389,6 +389,39 @@ def test_close_ends_what_is_open_with_shutdown(short_grace: None) -> None:
     scripted(test)
 
 
+def test_prompts_of_one_request_are_started_a_window_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(inflight, "WINDOW_CHOICES", 4)
+
+    async def test(backend: Backend) -> None:
+        rids = [f"p{i}" for i in range(5)]
+        answer = Answer("", [3] * 5, 2, asyncio.get_running_loop().time())
+        backend.inflight.accept(answer, [backend.request(rid, 2) for rid in rids], None)
+        await settle(lambda: len(backend.calls) == 2)
+        for number, rid in enumerate(rids):
+            assert list(backend.calls) == rids[: number + 2]
+            for choice in (0, 1):
+                await backend.send(rid, "x", choice=choice, finish="length")
+        assert answer.complete and [choice.num_tokens for choice in answer.choices] == [1] * 10
+
+    scripted(test)
+
+
+def test_prompts_that_have_not_started_end_with_their_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(inflight, "WINDOW_CHOICES", 1)
+
+    async def test(backend: Backend) -> None:
+        answer = Answer("label", [3] * 3, 1, asyncio.get_running_loop().time())
+        backend.inflight.accept(answer, [backend.request(rid) for rid in "abc"], None)
+        await settle(lambda: list(backend.calls) == ["a"])
+        await backend.send("a", "x")
+        assert backend.inflight.abort("label") == 1
+        assert [choice.finish for choice in answer.choices] == [None, "abort", "abort"]
+        await backend.send("a", "", 1, finish="abort", stop_reason="api")
+        assert answer.complete and list(backend.calls) == ["a"]
+
+    scripted(test)
+
+
 def test_least_used_detokenizer_is_chosen_in_turn() -> None:
     async def test(backend: Backend) -> None:
         chosen = [backend.inflight.choose_detokenizer(["a", "b", "c"]) for _ in range(6)]
