@@ -18,6 +18,9 @@ import msgspec
 from overlap_serve.sampling import AbortCause, FinishReason, SamplingParams, TextParams, TokenLogprob
 
 
+ID_BYTES = 4
+
+
 def pack_ids(ids: list[int] | tuple[int, ...]) -> bytes:
     """Token ids as int32 bytes, native order (all hosts of a cluster are little-endian)."""
     return array("i", ids).tobytes()
@@ -55,6 +58,13 @@ class GenerateRequest(msgspec.Struct, frozen=True, array_like=True, tag="generat
     timeout_s: float | None = None
     cache_salt: str = ""
     generated: tuple[bytes, ...] = ()
+
+    def __post_init__(self) -> None:
+        """Shape only; ValueError, so that a decoder refuses a message that no process of ours has sent."""
+        if self.n < 1 or len(self.generated) not in (0, self.n):
+            raise ValueError(f"n is {self.n} with {len(self.generated)} generated prefixes")
+        if any(len(ids) % ID_BYTES for ids in (self.prompt, *self.generated)):
+            raise ValueError(f"token ids must be whole int32 values of {ID_BYTES} bytes")
 
 
 class AbortRequest(msgspec.Struct, frozen=True, array_like=True, tag="abort"):

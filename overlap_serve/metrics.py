@@ -49,6 +49,7 @@ class SchedulerMetrics:
         self.prefix_queries = counter("overlap_prefix_cache_queries_total", "tokens looked up")
         self.prefix_hits = counter("overlap_prefix_cache_hits_total", "tokens found")
         self.preemptions = counter("overlap_preemptions_total", "preemptions by recompute")
+        self.repairs = counter("overlap_kv_repairs_total", "times that KV pages did not add up at rest")
         self._step = Histogram(
             "overlap_step_seconds", "host time of a step by part", [*labels, "part"], buckets=SECONDS, registry=registry
         )

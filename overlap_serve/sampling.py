@@ -104,8 +104,8 @@ class TextParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """How generated ids become text (http-api sections 5 and 6); only the detokenizer reads it.
 
     min_tokens: no stop string may start before the text offset reached after this many tokens.
-    hidden_token_ids: end ids whose text is cut even when special tokens are shown (a stop token adds no text unless
-    `include_stop_str_in_output`).
+    stop_token_ids, eos_token_ids: the last token of a choice that ended with `stop`; its text is cut even when special tokens are
+    shown, unless `include_stop_str_in_output`.
     """
 
     stop: tuple[str, ...] = ()

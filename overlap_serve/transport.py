@@ -1,7 +1,8 @@
 """zmq mailboxes: `Inbox` (PULL, bound) and `Outbox` (PUSH, one per peer endpoint). msgpack only; a send never blocks the loop.
 
 A payload is one multipart message: [application key, msgpack of a list of `Message`]. A wrong key, an oversized or a malformed
-payload is counted and dropped: nothing that arrives from the network may raise in the loop.
+payload is refused, and counted but for the oversized one, which libzmq drops with its connection: nothing that arrives from the
+network may raise in the loop.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from typing import Protocol
 import msgspec
 import zmq
 
+from overlap_serve.errors import OverlapServeError
 from overlap_serve.messages import Message, decode, encode
 
 log = logging.getLogger(__name__)
@@ -86,7 +88,7 @@ class Inbox:
         if len(frames) == 2 and hmac.compare_digest(frames[0], self._key):
             try:
                 return decode(frames[1])
-            except msgspec.MsgspecError as error:
+            except (msgspec.MsgspecError, OverlapServeError) as error:
                 reason = str(error)
         else:
             reason = "wrong application key"
@@ -120,21 +122,21 @@ class Outbox:
         self._send_hwm = send_hwm
         self._context = context or zmq.Context.instance()
         self._sockets: dict[str, tuple[zmq.Socket[bytes], float]] = {}
+        self._dropping: set[str] = set()
 
     def send(self, endpoint: str, messages: list[Message]) -> bool:
-        """One payload for one peer. False when its queue is full: the messages are dropped and counted.
-
-        Raises zmq.ZMQError if `endpoint` is not an address.
-        """
-        now = time.monotonic()
-        socket = self._sockets[endpoint][0] if endpoint in self._sockets else self._connect(endpoint)
-        self._sockets[endpoint] = (socket, now)
+        """One payload for one peer. False when its queue is full or it is no address: the messages are dropped and counted."""
         try:
+            socket = self._sockets[endpoint][0] if endpoint in self._sockets else self._connect(endpoint)
+            self._sockets[endpoint] = (socket, time.monotonic())
             socket.send_multipart([self._key, encode(messages)], zmq.NOBLOCK)
-        except zmq.Again:
+        except zmq.ZMQError as error:  # queue full (Again), or an endpoint that cannot be
             self._dropped(self._hop, len(messages))
-            log.warning("%s to %s: queue full, dropped %d messages", self._hop, endpoint, len(messages))
+            if endpoint not in self._dropping:  # one line when it begins, not one a step
+                self._dropping.add(endpoint)
+                log.warning("%s to %s: %s; dropping messages", self._hop, endpoint, error)
             return False
+        self._dropping.discard(endpoint)
         self._sent(self._hop, 1)
         return True
 
@@ -163,3 +165,4 @@ class Outbox:
         horizon = time.monotonic() - self._idle_s
         for endpoint in [e for e, (_, used) in self._sockets.items() if used < horizon]:
             self._sockets.pop(endpoint)[0].close()
+            self._dropping.discard(endpoint)

@@ -10,7 +10,9 @@ import pytest
 TORCH_FREE = [
     "overlap_serve",
     "overlap_serve.cache.radix",
+    "overlap_serve.cli",
     "overlap_serve.config",
+    "overlap_serve.llm",
     "overlap_serve.models.families",
     "overlap_serve.models.source",
     "overlap_serve.openai.protocol",

@@ -21,6 +21,7 @@ LAPTOP = HostFacts(num_cpus=2, bf16=False, cuda=False)
         ({"fake": {"base": 1}}, ("fake.base", "unknown field")),
         ({"tensor_parallel_size": 2}, ("tensor_parallel_size is 2",)),
         ({"load_format": "dummy"}, ("load_format", "folder")),
+        ({"api_keys": [""]}, ("api_keys.0", "at least 1 character")),
         ({"page_size": 0, "nope": 1}, ("page_size", "nope")),
         ({"max_step_tokens": 64, "max_running_requests": 64}, ("max_step_tokens", "max_running_requests")),
     ],

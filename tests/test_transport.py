@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import uuid
 
+import msgspec
 import pytest
 import zmq
 
@@ -53,6 +54,20 @@ def test_drain_without_a_timeout_does_not_wait(inbox: Inbox) -> None:
         [KEY, b"\x91\x93\xa5bogus\x01\x02"],
         [KEY],
         [KEY, b"\x90", b"more"],
+        [
+            KEY,
+            msgspec.msgpack.encode(
+                [["generate", "r", 0, b"\0" * 4, 1, {"max_tokens": 1, "temperature": 9.0}, {}, ["d", "i"]]]
+            ),
+        ],
+        [KEY, msgspec.msgpack.encode([["generate", "r", 0, b"\0" * 3, 1, {"max_tokens": 1}, {}, ["d", "i"]]])],
+        [KEY, msgspec.msgpack.encode([["generate", "r", 0, b"\0" * 4, 0, {"max_tokens": 1}, {}, ["d", "i"]]])],
+        [
+            KEY,
+            msgspec.msgpack.encode(
+                [["generate", "r", 0, b"", 2, {"max_tokens": 1}, {}, ["d", "i"], 0, None, "", [b""]]]
+            ),
+        ],
         [b""],
     ],
 )
@@ -84,6 +99,12 @@ def test_send_to_a_dead_peer_never_blocks_and_counts_what_it_drops() -> None:
     outbox.close()
     assert results[:10] == [True] * 10 and results[-1] is False
     assert counts == {"sent": sum(results), "dropped": 2 * results.count(False)}
+
+
+def test_endpoint_that_cannot_be_is_a_dropped_message_and_no_error() -> None:
+    outbox = Outbox(KEY, "hop")
+    assert outbox.send("nowhere", [Ended("r", 0)]) is False
+    outbox.close()
 
 
 def test_threads_with_their_own_outboxes_share_an_inbox(inbox: Inbox) -> None:

@@ -45,6 +45,9 @@ class PrefixCache(Protocol):
         """Offer the pages of whole-page prefix `token_ids`. Takes over pages[k:] and returns k: the first k are known already,
         and the caller still owns its own copies of them."""
 
+    def reset(self) -> None:
+        """Forget everything, locks too; the pages belong to nobody then."""
+
     def evict(self, num_pages: int) -> list[int]:
         """Give up to num_pages unlocked pages, least recently used first; the caller owns them."""
 
@@ -67,6 +70,9 @@ class NoPrefixCache:
 
     def insert(self, token_ids: bytes, pages: list[int], salt: str) -> int:
         return len(pages)
+
+    def reset(self) -> None:
+        return None
 
     def evict(self, num_pages: int) -> list[int]:
         return []

@@ -42,13 +42,16 @@ class RadixCache:
 
     def __init__(self, page_size: int) -> None:
         self._page_bytes = page_size * ID_BYTES
-        self._roots: dict[str, Node] = {}
         self._clock = 0
+        self._ties = count()
+        self.reset()
+
+    def reset(self) -> None:
+        self._roots: dict[str, Node] = {}
         self._num_cached = 0
         self._num_locked = 0
         self._heap: list[tuple[int, int, Node]] = []  # (used_at, tie, leaf); stale entries are skipped when popped
         self._heap_limit = 64
-        self._ties = count()
 
     @property
     def num_cached(self) -> int:

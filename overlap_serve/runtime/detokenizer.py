@@ -10,7 +10,6 @@ import logging
 import threading
 import time
 
-import zmq
 from prometheus_client import CollectorRegistry
 
 from overlap_serve.messages import AbortRequest, Failure, Message, Stop, TextDelta, TokenOutput
@@ -109,13 +108,11 @@ class DetokenizerService:
             batch.setdefault(ingress, []).append(delta)
 
     def _send(self, ingress: str, deltas: list[Message]) -> None:
-        try:
-            self._outbox.send(ingress, deltas)
-        except zmq.ZMQError as error:  # an address that no socket takes: its requests have no reader
-            log.error("cannot send to ingress %s: %s", ingress, error)
-            for delta in deltas:
-                if isinstance(delta, TextDelta):
-                    self._detokenizer.drop(delta.rid, delta.choice)
+        if self._outbox.send(ingress, deltas):
+            return
+        for delta in deltas:  # text was lost, so these streams have no right continuation
+            if isinstance(delta, TextDelta):
+                self._detokenizer.drop(delta.rid, delta.choice)
 
     def _forget_idle(self) -> None:
         num_idle = self._detokenizer.drop_idle()

@@ -113,6 +113,7 @@ class LoopMeter:
         metrics.prefix_queries.inc(now.queried_tokens - before.queried_tokens)
         metrics.prefix_hits.inc(now.hit_tokens - before.hit_tokens)
         metrics.preemptions.inc(now.preemptions - before.preemptions)
+        metrics.repairs.inc(now.repairs - before.repairs)
         self._published = msgspec.structs.replace(now)
         for times in scheduler.times:
             for histogram, seconds in (

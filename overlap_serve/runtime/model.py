@@ -16,20 +16,24 @@ CPUINFO = Path("/proc/cpuinfo")
 BF16_FLAGS = frozenset({"avx512_bf16", "amx_bf16"})
 
 
-def model_folder(config: ServeConfig, progress: bool = False) -> Path:
-    """Folder with config.json, tokenizer.json and weights; downloads and prepares what is missing. Raises ModelLoadError."""
-    return resolve_model(config.model, revision=config.revision, progress=progress)
+def model_folder(config: ServeConfig, progress: bool = False, weights: bool = True) -> Path:
+    """Folder with config.json, tokenizer.json and weights; downloads and prepares what is missing. weights False: of a hub model
+    the small files only, as for load_format dummy. Raises ModelLoadError."""
+    wanted = weights and config.load_format != "dummy"
+    return resolve_model(config.model, revision=config.revision, progress=progress, weights=wanted)
 
 
 def model_facts(config: ServeConfig) -> ModelFacts:
-    return fake_facts(config.fake) if config.engine == "fake" else read_facts(model_folder(config))
+    return fake_facts(config.fake) if config.engine == "fake" else read_facts(model_folder(config, weights=False))
 
 
 def text_model(config: ServeConfig) -> TextModel:
     """Tokenizer and chat template."""
     if config.engine == "fake":
         return fake_text()
-    return load_text(model_folder(config), None if config.chat_template is None else Path(config.chat_template))
+    return load_text(
+        model_folder(config, weights=False), None if config.chat_template is None else Path(config.chat_template)
+    )
 
 
 def engine_spec(config: ServeConfig, host: HostFacts) -> EngineSpec:

@@ -5,6 +5,8 @@ Decides nothing: it builds and connects. `run` blocks; the other methods may be 
 
 from __future__ import annotations
 
+from contextlib import ExitStack
+
 from prometheus_client import CollectorRegistry
 
 from overlap_serve.cache.prefix import NoPrefixCache, PrefixCache
@@ -61,13 +63,12 @@ class Worker:
 
     def run(self) -> None:
         """The loop, until `stop`. Raises what the engine raised, after every open request has got its terminal output."""
-        try:
+        with ExitStack() as closing:
+            closing.callback(self._engine.close)  # last: a broken device may raise again, or hang
+            closing.callback(self._outbox.close)
+            closing.callback(self._inbox.close)
+            closing.callback(setattr, self, "_stopped", True)
             self._loop.run()
-        finally:
-            self._stopped = True
-            self._engine.close()
-            self._outbox.close()
-            self._inbox.close()
 
     def stop(self, drain_s: float = 0.0) -> None:
         """Let running requests go on for drain_s, end the rest with abort/shutdown, and make `run` return."""
