@@ -54,8 +54,7 @@ model: $(VENV)/.installed
 	@$(BIN)/overlap-serve models prepare
 
 serve: $(VENV)/.installed
-	@$(BIN)/python -m deployments.prepare $(CONFIG)
-	$(BIN)/serve run $(CONFIG)
+	$(BIN)/python -m deployments.run $(CONFIG)
 
 fmt: setup
 	$(BIN)/ruff format $(SOURCES)

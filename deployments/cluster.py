@@ -1,7 +1,8 @@
 """What an ingress replica knows of the rest of the application: statuses, detokenizer endpoints, metrics. Asked by `broadcast`.
 
-Refreshed in the background, so that health and admission answer from memory. A replica that does not answer in time is left out
-of that round; it cannot hold up the answers of the others.
+Refreshed in the background, so that health and admission answer from memory. A replica that does not answer in time cannot hold up
+the answers of the others, and keeps its last answer for KEEP_ROUNDS: late is not dead. An ingress at the end of its CPU takes seconds for
+one call over Serve (dozens of turns of a full event loop), while tokens still flow; it must not declare everybody lost.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextvars
 import logging
-from typing import Any
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import ray
 from ray.serve.exceptions import DeploymentUnavailableError
@@ -22,6 +23,34 @@ REFRESH_S = 1.0
 FIRST_REFRESH_S = 0.1  # until the application has been seen complete once
 ASK_TIMEOUT_S = 5.0
 PROBE_TIMEOUT_S = 1.0
+KEEP_ROUNDS = 3
+
+T = TypeVar("T")
+
+
+class Answers(NamedTuple):
+    """Of a deployment's replicas. late: some gave none in time; without it, who is not here is gone."""
+
+    given: list[object]
+    late: bool
+
+
+class LastHeard(Generic[T]):
+    """What each replica of one deployment said last."""
+
+    def __init__(self) -> None:
+        self._known: dict[str, T] = {}
+        self._late_rounds = 0
+
+    def update(self, answers: dict[str, T], late: bool) -> None:
+        """answers: by replica. With some late, those that said nothing keep their last answer, for a few rounds."""
+        self._late_rounds = self._late_rounds + 1 if late else 0
+        keep = 0 < self._late_rounds <= KEEP_ROUNDS
+        self._known = {**self._known, **answers} if keep else answers
+
+    def all(self) -> list[T]:
+        """In the order of the replicas' names."""
+        return [answer for _, answer in sorted(self._known.items())]
 
 
 class ServeCluster:
@@ -32,6 +61,8 @@ class ServeCluster:
         self._detokenizer = detokenizer
         self._ingress = ingress
         self._replica = replica
+        self._statuses: LastHeard[ReplicaStatus] = LastHeard()
+        self._endpoints: LastHeard[str] = LastHeard()
         self._replicas: list[ReplicaStatus] = []
         self._detokenizers: list[str] = []
         self._leaving: list[str] = []
@@ -54,7 +85,12 @@ class ServeCluster:
             ask(self._detokenizer, "metrics_snapshot"),
             ask(self._ingress, "metrics_snapshot", self._replica),
         )
-        return [snapshot for group in groups for snapshot in group if isinstance(snapshot, bytes)]
+        return [snapshot for group in groups for snapshot in group.given if isinstance(snapshot, bytes)]
+
+    async def abort_everywhere(self, label: str | None) -> int:
+        """Abort at all other ingress replicas the requests with this client request id (None: all). The sum of their numbers."""
+        numbers = await ask(self._ingress, "abort", label, self._replica)
+        return sum(number for number in numbers.given if isinstance(number, int))
 
     async def start(self) -> None:
         """First round, then rounds in the background."""
@@ -83,16 +119,18 @@ class ServeCluster:
 
     async def _refresh(self) -> None:
         statuses, endpoints = await asyncio.gather(ask(self._scheduler, "status"), ask(self._detokenizer, "endpoint"))
-        self._replicas = sorted((s for s in statuses if isinstance(s, ReplicaStatus)), key=lambda s: s.replica)
-        now = {endpoint for endpoint in endpoints if isinstance(endpoint, str)}
+        self._statuses.update({s.replica: s for s in statuses.given if isinstance(s, ReplicaStatus)}, statuses.late)
+        self._endpoints.update({e: e for e in endpoints.given if isinstance(e, str)}, endpoints.late)
+        self._replicas = self._statuses.all()
+        now = set(self._endpoints.all())
         unlisted = sorted({*self._detokenizers, *self._leaving} - now)
         answers = await asyncio.gather(*(is_listening(endpoint) for endpoint in unlisted))
         self._leaving = [endpoint for endpoint, up in zip(unlisted, answers, strict=True) if up]
         self._detokenizers = sorted(now)
 
 
-async def ask(handle: Any, method: str, *args: str) -> list[object]:
-    """The answers of all replicas that gave one in time; none when the deployment has no replica.
+async def ask(handle: Any, method: str, *args: str | None) -> Answers:
+    """What all replicas answer; nothing when the deployment has none.
 
     A fresh context: the call belongs to no HTTP request and must not be cancelled with one (RAY.md C, pitfall 2).
     """
@@ -100,13 +138,18 @@ async def ask(handle: Any, method: str, *args: str) -> list[object]:
     try:
         # results_async() loses all answers when one is late, so the results are gathered here.
         pending = await asyncio.wait_for(response._fetch_replica_results_async(), ASK_TIMEOUT_S)
-    except (DeploymentUnavailableError, asyncio.TimeoutError):
-        return []
+    except DeploymentUnavailableError:
+        return Answers([], late=False)
+    except asyncio.TimeoutError:
+        return Answers([], late=True)
     tasks = [asyncio.ensure_future(result.get_async()) for result in pending]
+    if not tasks:
+        return Answers([], late=False)
     done, late = await asyncio.wait(tasks, timeout=ASK_TIMEOUT_S)
     for task in late:
         task.cancel()
-    return [task.result() for task in tasks if task in done and not task.cancelled() and task.exception() is None]
+    given = [task.result() for task in tasks if task in done and not task.cancelled() and task.exception() is None]
+    return Answers(given, late=bool(late))
 
 
 async def is_listening(endpoint: str) -> bool:

@@ -11,14 +11,18 @@ import logging
 import os
 import threading
 import time
+from collections.abc import Iterable
 
 import ray
+from prometheus_client import Metric
 from ray import serve
 
 from deployments.keys import application_key
 from deployments.logs import configure_logging
+from deployments.metrics import MetricsBridge
 from overlap_serve.config import ServeConfig
 from overlap_serve.runtime.detokenizer import DetokenizerService
+from overlap_serve.runtime.metric_names import parse
 from overlap_serve.runtime.model import text_model
 
 log = logging.getLogger(__name__)
@@ -31,6 +35,7 @@ class DetokenizerReplica:
     """See the module."""
 
     async def __init__(self, config: ServeConfig) -> None:  # type: ignore[misc]  # Ray awaits it
+        self._built = False
         configure_logging()
         context = serve.get_replica_context()
         self._replica = context.replica_tag
@@ -41,6 +46,9 @@ class DetokenizerReplica:
         self._service = DetokenizerService(text.tokenizer, address, application_key(context.app_name), self._replica)
         self._thread = threading.Thread(target=self._run, name="detokenizer", daemon=True)
         self._thread.start()
+        bridge = MetricsBridge(self._families, context.deployment, context.app_name)
+        self._bridge_task = asyncio.create_task(bridge.run())
+        self._built = True
 
     async def endpoint(self) -> str:
         """Where schedulers send tokens."""
@@ -58,12 +66,18 @@ class DetokenizerReplica:
 
     async def __del__(self) -> None:
         """Called by Serve, which knows of no request here: wait for the streams that were opened before."""
+        if not self._built:
+            return  # the constructor has failed, and said why
         deadline_s = time.monotonic() + self._drain_timeout_s
         while self._service.open_streams() > 0 and time.monotonic() < deadline_s:
             await asyncio.sleep(DRAIN_POLL_S)
         self._stopping = True
+        self._bridge_task.cancel()
         self._service.stop()
         await asyncio.to_thread(self._thread.join, STOP_TIMEOUT_S)
+
+    async def _families(self) -> Iterable[Metric]:
+        return parse(self._service.metrics_snapshot())
 
     def _run(self) -> None:
         try:

@@ -9,11 +9,13 @@ import asyncio
 import contextvars
 import logging
 import time
+from collections import Counter
+from collections.abc import Iterable
 from typing import Any
 
 import ray
 from fastapi import FastAPI
-from prometheus_client import CollectorRegistry
+from prometheus_client import CollectorRegistry, Metric
 from ray import serve
 from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError
 
@@ -21,6 +23,7 @@ from deployments.cluster import ServeCluster, replica_is_stopping
 from deployments.http import build_http_app
 from deployments.keys import application_key
 from deployments.logs import configure_logging
+from deployments.metrics import MetricsBridge
 from overlap_serve.config import ServeConfig
 from overlap_serve.errors import QueueFull, RequestError, ServerUnavailable
 from overlap_serve.messages import GenerateRequest, encode
@@ -31,6 +34,7 @@ log = logging.getLogger(__name__)
 
 STOP_POLL_S = 0.1
 RETRY_AFTER_S = 1.0
+NOTE_AFTER_S = 0.5
 
 
 class SchedulerCalls:
@@ -42,6 +46,7 @@ class SchedulerCalls:
 
     def __init__(self, scheduler: Any) -> None:
         self._generate = scheduler.generate
+        self._failures: Counter[str] = Counter()
 
     async def __call__(self, request: GenerateRequest) -> None:
         """Returns when the scheduler is done with the request. Raises a RequestError when it never will be."""
@@ -52,7 +57,21 @@ class SchedulerCalls:
             response.cancel()
             raise
         except Exception as error:
-            raise as_request_error(error) from error
+            known = as_request_error(error)
+            if known.code == ServerUnavailable.code:
+                self._note(error)
+            raise known from error
+
+    def _note(self, error: Exception) -> None:
+        """One line for all the calls that fail together, when a replica dies (Ray #61219: a traceback for each)."""
+        if not self._failures:
+            asyncio.get_running_loop().call_later(NOTE_AFTER_S, self._log_failures)
+        self._failures[type(error).__name__] += 1
+
+    def _log_failures(self) -> None:
+        kinds = ", ".join(f"{count} {kind}" for kind, count in self._failures.items())
+        log.warning("%d scheduler calls failed: %s", self._failures.total(), kinds)
+        self._failures.clear()
 
 
 def as_request_error(error: Exception) -> RequestError:
@@ -67,7 +86,6 @@ def as_request_error(error: Exception) -> RequestError:
         return ServerUnavailable("no scheduler is available; retry later", retry_after_s=RETRY_AFTER_S)
     # Actor died or unreachable, or any error of the replica: its engine is lost for this request. The class of the error does not
     # tell whose actor died (RAY.md E), so all of these read the same to the client.
-    log.warning("a scheduler call failed: %s", type(error).__name__)
     return ServerUnavailable("the engine that served this request failed; retry", retry_after_s=RETRY_AFTER_S)
 
 
@@ -76,6 +94,7 @@ class IngressReplica:
     """One HTTP server process. `scheduler`, `detokenizer`: handles of the other deployments."""
 
     async def __init__(self, config: ServeConfig, scheduler: Any, detokenizer: Any) -> None:  # type: ignore[misc]  # Ray awaits it
+        self._built = False
         configure_logging()
         context = serve.get_replica_context()
         self._replica = context.replica_tag
@@ -83,6 +102,7 @@ class IngressReplica:
         own = serve.get_deployment_handle(context.deployment, context.app_name)
         calls, pool, peers = (h.options(_by_reference=False) for h in (scheduler, detokenizer, own))
         self._cluster = ServeCluster(calls, pool, peers, context.replica_tag)
+        self._registry = CollectorRegistry()
         text = await asyncio.to_thread(text_model, config)
         self._frontend = Frontend(
             config,
@@ -93,11 +113,14 @@ class IngressReplica:
             submit=SchedulerCalls(calls),
             cluster=self._cluster,
             replica=context.replica_tag,
-            registry=CollectorRegistry(),
+            registry=self._registry,
         )
         await self._cluster.start()
         await self._frontend.start()
         self._stop_task = asyncio.create_task(self._drain_when_stopping())
+        bridge = MetricsBridge(self._families, context.deployment, context.app_name)
+        self._bridge_task = asyncio.create_task(bridge.run())
+        self._built = True
 
     def __serve_build_asgi_app__(self) -> FastAPI:
         """Called by Serve in the replica, after the constructor."""
@@ -107,10 +130,20 @@ class IngressReplica:
         """This process' metrics in the Prometheus text format; nothing for itself, which has them at hand."""
         return b"" if asking == self._replica else self._frontend.metrics_snapshot()
 
+    async def abort(self, label: str | None, asking: str) -> int:
+        """`Frontend.abort` for another ingress replica; nothing for itself, which has done it."""
+        return 0 if asking == self._replica else self._frontend.abort(label)
+
     async def __del__(self) -> None:
         """Called by Serve when the replica has drained."""
+        if not self._built:
+            return  # the constructor has failed, and said why
         await self._stop_task
+        self._bridge_task.cancel()
         await self._cluster.close()
+
+    async def _families(self) -> Iterable[Metric]:
+        return self._registry.collect()
 
     async def _drain_when_stopping(self) -> None:
         """Serve waits for open requests but tells nobody; refuse new ones at once and end the rest after drain_timeout."""

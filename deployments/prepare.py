@@ -13,7 +13,7 @@ import yaml
 
 from overlap_serve.config import ServeConfig, parse_config
 from overlap_serve.errors import ConfigError, ModelLoadError
-from overlap_serve.runtime.model import model_folder
+from overlap_serve.runtime.model import model_facts, model_folder, text_model
 
 IMPORT_PATH = "deployments.app:build"
 
@@ -32,14 +32,21 @@ def serve_configs(file: Path) -> Iterator[ServeConfig]:
             yield parse_config(application.get("args") or {})
 
 
+def prepare(file: Path) -> None:
+    """Fetch and convert the models of a file, and read all of them but the weights. Raises ConfigError, ModelLoadError."""
+    for config in serve_configs(file):
+        if config.engine != "fake":
+            print(f"{config.model}: {model_folder(config, progress=True)}")
+        model_facts(config)
+        text_model(config)
+
+
 def main(arguments: list[str]) -> int:
     if len(arguments) != 1:
         print(f"usage: python -m deployments.prepare FILE, given: {arguments}", file=sys.stderr)
         return 2
     try:
-        for config in serve_configs(Path(arguments[0])):
-            if config.engine != "fake":
-                print(f"{config.model}: {model_folder(config, progress=True)}")
+        prepare(Path(arguments[0]))
     except (ConfigError, ModelLoadError) as error:
         print(f"{arguments[0]}: {error}", file=sys.stderr)
         return 2

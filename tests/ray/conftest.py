@@ -5,8 +5,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import random
 import shutil
 import socket
 import tempfile
@@ -33,9 +35,12 @@ READY_TIMEOUT_S = 120.0
 
 
 def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    """Outside the range from which systems take ports for connections: until this one is used, Ray opens dozens of those."""
+    for port in random.sample(range(20_000, 30_000), 100):
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("0.0.0.0", port))
+            return port
+    pytest.fail("no free port between 20000 and 30000")
 
 
 def serve_env() -> dict[str, str]:
@@ -122,6 +127,14 @@ def cluster_url() -> Iterator[str]:
     yield f"http://127.0.0.1:{port}"
     serve.shutdown()
     ray.shutdown()
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+@pytest.fixture
+def ray_folder() -> Iterator[Path]:
+    """RAY_TMPDIR; short, because Ray puts sockets there."""
+    folder = Path(tempfile.mkdtemp(prefix="overlap-cli-"))
+    yield folder
     shutil.rmtree(folder, ignore_errors=True)
 
 

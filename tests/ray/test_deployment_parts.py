@@ -4,19 +4,30 @@ from __future__ import annotations
 
 import asyncio
 import time
+from typing import Any
 
 import pytest
 import ray
-from ray.serve._private.common import DeploymentID
+from ray.serve._private.application_state import ApplicationStatusInfo, StatusOverview
+from ray.serve._private.common import (
+    DeploymentID,
+    DeploymentStatus,
+    DeploymentStatusInfo,
+    DeploymentStatusTrigger,
+)
 from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError
+from ray.serve.schema import ApplicationStatus
 
 from deployments.app import build, cluster_has_gpu, decide_device, torch_has_cuda
-from deployments.cluster import is_listening
-from deployments.ingress import as_request_error
+from deployments.cluster import KEEP_ROUNDS, LastHeard, is_listening
+from deployments.ingress import SchedulerCalls, as_request_error
+from deployments.metrics import RayExporter
+from deployments.run import reasons
 from deployments.scheduler import OpenCalls, Pulse, draining_error, one_request
 from overlap_serve.config import ServeConfig
 from overlap_serve.errors import ContextLengthExceeded, InternalError, RequestError, ServerUnavailable
 from overlap_serve.messages import AbortRequest, GenerateRequest, Message, ReplicaStatus, Route, encode
+from overlap_serve.runtime.metric_names import Series
 from overlap_serve.sampling import SamplingParams, TextParams
 from overlap_serve.transport import Inbox
 from tests.ray.conftest import free_port
@@ -113,8 +124,83 @@ def test_build_starts_nothing() -> None:
     assert ray.is_initialized() == before
 
 
+def test_a_late_replica_keeps_its_last_answer_for_some_rounds_and_a_gone_one_does_not() -> None:
+    heard: LastHeard[int] = LastHeard()
+    heard.update({"a": 1, "b": 2}, late=False)
+    heard.update({"b": 3}, late=True)
+    assert heard.all() == [1, 3]
+    heard.update({"b": 4}, late=False)  # a's call failed: it has died
+    assert heard.all() == [4]
+    for _ in range(KEEP_ROUNDS):
+        heard.update({}, late=True)
+        assert heard.all() == [4]
+    heard.update({}, late=True)
+    assert heard.all() == []
+
+
 def test_only_a_listening_endpoint_counts_as_up() -> None:
     inbox = Inbox("tcp://127.0.0.1", b"key")
     assert asyncio.run(is_listening(inbox.endpoint))
     assert not asyncio.run(is_listening(f"tcp://127.0.0.1:{free_port()}"))
     inbox.close()
+
+
+class FakeCounter:
+    """Takes what Ray's takes: `inc` refuses what is not positive."""
+
+    def __init__(self, name: str, text: str, tag_keys: tuple[str, ...]) -> None:
+        self.recorded: list[float] = []
+
+    def inc(self, value: float, tags: dict[str, str]) -> None:
+        assert value > 0
+        self._record(value, tags)
+
+    def _record(self, value: float, tags: dict[str, str]) -> None:
+        self.recorded.append(value)
+
+
+def test_counters_reach_ray_by_their_growth_and_from_zero_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[FakeCounter] = []
+
+    def make(*arguments: Any) -> FakeCounter:
+        made.append(FakeCounter(*arguments))
+        return made[-1]
+
+    monkeypatch.setattr("deployments.metrics.Counter", make)
+    exporter = RayExporter()
+    for value in (0.0, 0.0, 3.0, 3.0, 10.0):
+        exporter.publish([Series(True, "c_total", "", (("replica", "r"),), value)])
+    exporter.publish([Series(True, "c_total", "", (("replica", "other"),), 5.0)])
+    (counter,) = made
+    assert counter.recorded == [0.0, 3.0, 7.0, 5.0]
+
+
+def test_calls_that_fail_together_are_one_line_of_the_log(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Dead:
+        class generate:  # noqa: N801  # stands for a method of a handle
+            @staticmethod
+            async def remote(payload: bytes) -> None:
+                raise ray.exceptions.ActorDiedError
+
+    async def scenario() -> None:
+        calls = SchedulerCalls(Dead)
+        ends = await asyncio.gather(*(calls(REQUEST) for _ in range(5)), return_exceptions=True)
+        assert {type(end) for end in ends} == {ServerUnavailable}
+        await asyncio.sleep(0.05)
+
+    monkeypatch.setattr("deployments.ingress.NOTE_AFTER_S", 0.01)
+    lines: list[str] = []
+    monkeypatch.setattr("deployments.ingress.log.warning", lambda text, *values: lines.append(text % values))
+    asyncio.run(scenario())
+    assert lines == ["5 scheduler calls failed: 5 ActorDiedError"]
+
+
+def test_the_reason_of_a_failed_deployment_is_its_last_line() -> None:
+    error = "Error:\nTraceback (most recent call last):\n  File x\noverlap_serve.errors.ModelLoadError: no weights\n\n"
+    fine = DeploymentStatusInfo("Ingress", DeploymentStatus.HEALTHY, DeploymentStatusTrigger.UNSPECIFIED)
+    bad = DeploymentStatusInfo("Scheduler", DeploymentStatus.UNHEALTHY, DeploymentStatusTrigger.UNSPECIFIED, error)
+    state = ApplicationStatusInfo(ApplicationStatus.DEPLOY_FAILED, "Failed to update")
+    assert (
+        reasons(StatusOverview(state, "a", [fine, bad])) == "Scheduler: overlap_serve.errors.ModelLoadError: no weights"
+    )
+    assert reasons(StatusOverview(state, "a", [fine])) == "Failed to update"

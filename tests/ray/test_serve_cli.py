@@ -2,97 +2,19 @@
 
 from __future__ import annotations
 
-import os
 import secrets
-import shutil
 import signal
 import subprocess
-import sys
-import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
-import psutil
 import pytest
 import yaml
 
 from overlap_serve.config import parse_config
-from tests.ray.conftest import ROOT, App, eventually, fake_args, free_port
+from tests.ray.commands import END_TIMEOUT_S, START_TIMEOUT_S, config_file, environment, running, session, tool
+from tests.ray.conftest import App, eventually, fake_args, free_port
 
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(300)]
-
-START_TIMEOUT_S = 120.0
-END_TIMEOUT_S = 20.0
-
-
-@pytest.fixture
-def ray_folder() -> Iterator[Path]:
-    """RAY_TMPDIR; short, because Ray puts sockets there."""
-    folder = Path(tempfile.mkdtemp(prefix="overlap-cli-"))
-    yield folder
-    shutil.rmtree(folder, ignore_errors=True)
-
-
-def config_file(folder: Path, haproxy: bool) -> tuple[Path, int]:
-    """serve_config.yaml with the fake engine and free ports."""
-    document: Any = yaml.safe_load((ROOT / "serve_config.yaml").read_text())
-    port = free_port()
-    document["http_options"]["port"] = port
-    document["applications"][0]["args"] = fake_args()
-    env = document["controller_options"]["runtime_env"]["env_vars"]
-    env |= {f"RAY_SERVE_HAPROXY_{name}_PORT": str(free_port()) for name in ("METRICS", "STATS")}
-    if not haproxy:
-        env |= {"RAY_SERVE_ENABLE_HA_PROXY": "0", "RAY_SERVE_THROUGHPUT_OPTIMIZED": "0"}
-    document["applications"][0]["runtime_env"]["env_vars"] = env
-    file = folder / "config.yaml"
-    file.write_text(yaml.safe_dump(document))
-    return file, port
-
-
-def environment(folder: Path, **more: str) -> dict[str, str]:
-    path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
-    return {
-        **os.environ,
-        "RAY_TMPDIR": str(folder),
-        "RAY_ADDRESS": "local",
-        "RAY_USAGE_STATS_ENABLED": "0",
-        "PYTHONPATH": path,
-        **more,
-    }
-
-
-def tool(name: str) -> str:
-    """A command that was installed beside this interpreter."""
-    return str(Path(sys.executable).with_name(name))
-
-
-@contextmanager
-def running(command: list[str], cwd: Path, env: dict[str, str], log: Path) -> Iterator[subprocess.Popen[bytes]]:
-    """A command in a session of its own; every process of that session is gone at the end."""
-    with log.open("wb") as output:
-        process = subprocess.Popen(
-            command, cwd=cwd, env=env, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
-        )
-    try:
-        yield process
-    finally:
-        for member in session(process.pid):
-            member.kill()
-        process.wait(END_TIMEOUT_S)
-
-
-def session(leader: int) -> list[psutil.Process]:
-    """Living processes of a session."""
-    return [process for process in psutil.process_iter() if is_member(process, leader)]
-
-
-def is_member(process: psutil.Process, leader: int) -> bool:
-    try:
-        return os.getsid(process.pid) == leader and process.status() != psutil.STATUS_ZOMBIE
-    except (psutil.Error, OSError):  # gone meanwhile
-        return False
 
 
 def check_answers(app: App) -> None:
