@@ -1,7 +1,7 @@
 """Detokenizer deployment: the pool of text processes that all schedulers share. A replica runs one `DetokenizerService` in a thread.
 
 Ingress replicas learn the endpoints by `broadcast("endpoint")` and put one into each request; so a replica that Serve stops is no
-longer chosen, and it leaves only when its open streams have ended.
+longer chosen a second later, and it leaves only when the requests that were routed through it have ended.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import ray
 from prometheus_client import Metric
 from ray import serve
 
+from deployments.cluster import REFRESH_S
 from deployments.keys import application_key
 from deployments.logs import configure_logging
 from deployments.metrics import MetricsBridge
@@ -28,6 +29,8 @@ from overlap_serve.runtime.model import text_model
 log = logging.getLogger(__name__)
 
 DRAIN_POLL_S = 0.1
+DRAIN_MARGIN_S = 5.0  # schedulers, too, give their requests drain_timeout, and the last outputs come after it
+LINGER_S = 1.2 * REFRESH_S  # ingress replicas choose this one until they have looked again
 STOP_TIMEOUT_S = 5.0
 
 
@@ -65,11 +68,12 @@ class DetokenizerReplica:
             raise RuntimeError(f"{self._replica}: the detokenizer thread has ended")
 
     async def __del__(self) -> None:
-        """Called by Serve, which knows of no request here: wait for the streams that were opened before."""
+        """Called by Serve, which knows of no request here: wait for those whose output comes this way, running or still queued."""
         if not self._built:
             return  # the constructor has failed, and said why
-        deadline_s = time.monotonic() + self._drain_timeout_s
-        while self._service.open_streams() > 0 and time.monotonic() < deadline_s:
+        await asyncio.sleep(LINGER_S)
+        deadline_s = time.monotonic() + self._drain_timeout_s + DRAIN_MARGIN_S
+        while self._service.unfinished() > 0 and time.monotonic() < deadline_s:
             await asyncio.sleep(DRAIN_POLL_S)
         self._stopping = True
         self._bridge_task.cancel()

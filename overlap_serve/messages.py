@@ -5,6 +5,7 @@ during a rolling update. One request, one direction:
 
     ingress --GenerateRequest--> scheduler --TokenOutput--> detokenizer --TextDelta--> ingress
     ingress --AbortRequest--> scheduler and detokenizer     the only edge against the stream
+    ingress --Expect--> detokenizer                         so that it does not leave while the request waits
     scheduler --Ended--> the scheduler replica's control plane, which completes the open Serve call
 """
 
@@ -16,7 +17,6 @@ from typing import Literal
 import msgspec
 
 from overlap_serve.sampling import AbortCause, FinishReason, SamplingParams, TextParams, TokenLogprob
-
 
 ID_BYTES = 4
 
@@ -73,6 +73,14 @@ class AbortRequest(msgspec.Struct, frozen=True, array_like=True, tag="abort"):
     rid: str
     cause: AbortCause
     choice: int | None = None
+
+
+class Expect(msgspec.Struct, frozen=True, array_like=True, tag="expect"):
+    """The output of this request will come through the detokenizer that gets this: it must not leave before, even while the request
+    still waits in a scheduler. Sent by the ingress when it submits the request."""
+
+    rid: str
+    n: int
 
 
 class Stop(msgspec.Struct, frozen=True, array_like=True, tag="stop"):
@@ -178,7 +186,7 @@ class ReplicaStatus(msgspec.Struct, frozen=True, array_like=True):
     endpoint: str = ""
 
 
-Message = GenerateRequest | AbortRequest | Stop | TokenOutput | TextDelta | Ended
+Message = GenerateRequest | AbortRequest | Expect | Stop | TokenOutput | TextDelta | Ended
 
 _encoder = msgspec.msgpack.Encoder()
 _decoder = msgspec.msgpack.Decoder(list[Message])

@@ -12,7 +12,7 @@ import time
 
 from prometheus_client import CollectorRegistry
 
-from overlap_serve.messages import AbortRequest, Failure, Message, Stop, TextDelta, TokenOutput
+from overlap_serve.messages import AbortRequest, Expect, Failure, Message, Stop, TextDelta, TokenOutput
 from overlap_serve.metrics import DetokenizerMetrics, TransportMetrics, build_info, snapshot
 from overlap_serve.text.detokenizer import Detokenizer
 from overlap_serve.text.tokenizer import Tokenizer
@@ -25,6 +25,37 @@ IDLE_S = 3600.0  # a choice silent for one to two of these is forgotten; request
 Batch = dict[str, list[Message]]
 
 
+class Expected:
+    """Choices that were announced and not opened, by request. Announcement and first output come from different senders, in any
+    order: so a count may go below zero for a moment."""
+
+    def __init__(self) -> None:
+        self._missing: dict[str, int] = {}
+        self._idle: dict[str, int] = {}  # not touched since the last drop_idle
+
+    def announced(self, rid: str, n: int) -> None:
+        self._add(rid, n)
+
+    def opened(self, rid: str) -> None:
+        self._add(rid, -1)
+
+    def dropped(self, rid: str) -> None:
+        self._missing.pop(rid, None)
+        self._idle.pop(rid, None)
+
+    def count(self) -> int:
+        return sum(n for known in (self._missing, self._idle) for n in list(known.values()) if n > 0)
+
+    def drop_idle(self) -> None:
+        """Forget requests of which nothing was heard between the last two calls: their other half is lost."""
+        self._idle, self._missing = self._missing, {}
+
+    def _add(self, rid: str, n: int) -> None:
+        n += self._missing.pop(rid, 0) + self._idle.pop(rid, 0)
+        if n:
+            self._missing[rid] = n
+
+
 class DetokenizerService:
     """endpoint: where schedulers send. All but `run` may be called from any thread."""
 
@@ -35,6 +66,7 @@ class DetokenizerService:
         self._metrics = DetokenizerMetrics(self._registry, replica)
         hops = TransportMetrics(self._registry, replica)
         self._detokenizer = Detokenizer(tokenizer)
+        self._expected = Expected()
         self._key = key
         self._inbox = Inbox(bind, key)
         self._outbox = Outbox(key, "detokenizer_ingress", sent=hops.sent, dropped=hops.dropped)
@@ -79,15 +111,24 @@ class DetokenizerService:
         """Choices with text state."""
         return len(self._detokenizer)
 
+    def unfinished(self) -> int:
+        """Choices with text state, and those that were announced and have had no output yet."""
+        return len(self._detokenizer) + self._expected.count()
+
     def _serve(self, messages: list[Message]) -> float | None:
         """One batch. The drain_s of a Stop in it, else None."""
         batch: Batch = {}
         drain_s: float | None = None
         for message in messages:
             if isinstance(message, TokenOutput):
+                if message.open is not None:
+                    self._expected.opened(message.rid)
                 self._handle(message, batch)
             elif isinstance(message, AbortRequest):
                 self._detokenizer.drop(message.rid, message.choice)
+                self._expected.dropped(message.rid)
+            elif isinstance(message, Expect):
+                self._expected.announced(message.rid, message.n)
             elif isinstance(message, Stop):
                 drain_s = message.drain_s
             else:
@@ -115,6 +156,7 @@ class DetokenizerService:
                 self._detokenizer.drop(delta.rid, delta.choice)
 
     def _forget_idle(self) -> None:
+        self._expected.drop_idle()
         num_idle = self._detokenizer.drop_idle()
         if num_idle:
             log.warning("forgot %d choices whose scheduler and ingress have gone silent", num_idle)

@@ -32,7 +32,7 @@ from overlap_serve.errors import (
     RequestError,
     ServerUnavailable,
 )
-from overlap_serve.messages import AbortRequest, Failure, GenerateRequest, TextDelta
+from overlap_serve.messages import AbortRequest, Expect, Failure, GenerateRequest, TextDelta
 from overlap_serve.metrics import IngressMetrics, TransportMetrics
 from overlap_serve.runtime.streams import Answer, PromptStream
 from overlap_serve.sampling import AbortCause
@@ -154,6 +154,8 @@ class InFlight:
         self._streams[stream.request.rid] = stream
         self._used[stream.request.route.detokenizer] += 1
         self.num_unstarted += stream.request.n
+        expect = Expect(stream.request.rid, stream.request.n)
+        self._to_detokenizer.send(stream.request.route.detokenizer, [expect])
         # A fresh context: two Serve calls of one HTTP request would share an id, and one could hang (RAY.md C, pitfall 2).
         stream.task = contextvars.Context().run(asyncio.create_task, self._run(stream))
         self._tasks.add(stream.task)

@@ -83,6 +83,18 @@ def test_redeploy_keeps_the_key_and_the_open_stream(cluster_url: str) -> None:
         assert len(processes("ray::RankActor")) == 1
 
 
+def test_redeploy_lets_a_queued_request_run_and_finish(cluster_url: str) -> None:
+    """Its detokenizer has no text state of it yet, and must not leave all the same."""
+    with ThreadPoolExecutor(2) as pool, deployed(cluster_url, **fake_args(max_running_requests=1)) as app:
+        running = open_stream(pool, app, 250)
+        queued = pool.submit(read_stream, app, 20, threading.Event())
+        eventually(lambda: app.health()["waiting"] == 1, 5, "the second request waits")
+        changed = parse_config(fake_args(max_running_requests=1, served_model_name="renamed"))
+        serve.run(build(changed), name=APP_NAME, route_prefix="/")
+        assert finish_of(running.result(20)) == "length"
+        assert finish_of(queued.result(20)) == "length"
+
+
 def test_a_dead_rank_is_reported_and_replaced(cluster_url: str) -> None:
     with ThreadPoolExecutor(1) as pool, deployed(cluster_url, **fake_args()) as app:
         stream = open_stream(pool, app, 4000)

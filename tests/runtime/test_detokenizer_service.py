@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import pytest
 
 from overlap_serve.messages import AbortRequest, Ended, Message, Stop, TextDelta, TokenOutput
-from overlap_serve.runtime.detokenizer import DetokenizerService
+from overlap_serve.runtime.detokenizer import DetokenizerService, Expected
 from overlap_serve.sampling import TextParams
 from overlap_serve.text.tokenizer import Tokenizer
 from overlap_serve.transport import Inbox, Outbox
@@ -152,3 +152,26 @@ def test_stop_may_come_from_any_thread_and_before_run() -> None:
     stopper.join()
     service.run()
     assert service.open_streams() == 0
+
+
+def test_announced_requests_count_until_they_have_opened_or_are_dropped() -> None:
+    expected = Expected()
+    expected.announced("a", 2)
+    expected.opened("b")  # its output came before its announcement
+    assert expected.count() == 2
+    expected.announced("b", 1)
+    expected.opened("a")
+    assert expected.count() == 1
+    expected.announced("c", 5)
+    expected.dropped("c")
+    expected.opened("a")
+    assert expected.count() == 0 and not expected._missing and not expected._idle
+
+
+def test_announcement_whose_request_was_lost_is_forgotten_in_time() -> None:
+    expected = Expected()
+    expected.announced("lost", 1)
+    expected.drop_idle()
+    assert expected.count() == 1
+    expected.drop_idle()
+    assert expected.count() == 0

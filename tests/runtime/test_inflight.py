@@ -12,7 +12,7 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from overlap_serve.errors import RequestError, ServerUnavailable
-from overlap_serve.messages import AbortRequest, Failure, GenerateRequest, Message, Route, TextDelta
+from overlap_serve.messages import AbortRequest, Expect, Failure, GenerateRequest, Message, Route, TextDelta
 from overlap_serve.metrics import IngressMetrics, TransportMetrics
 from overlap_serve.runtime import inflight
 from overlap_serve.runtime.inflight import InFlight
@@ -74,7 +74,7 @@ class Backend:
         got: list[Message] = []
 
         def received() -> bool:
-            got.extend(inbox.drain())
+            got.extend(m for m in inbox.drain() if not isinstance(m, Expect))
             return bool(got)
 
         await settle(received)
@@ -359,6 +359,16 @@ def test_one_bad_delta_ends_only_its_own_request(monkeypatch: pytest.MonkeyPatch
         await backend.send("s", "ab", finish="length")
         assert (await error_of(broken)).code == "internal_error"
         assert fine.complete
+
+    scripted(test)
+
+
+def test_detokenizer_is_told_of_a_request_before_its_output() -> None:
+    async def test(backend: Backend) -> None:
+        await backend.accept("a", n=3)
+        assert backend.detokenizer.drain(5.0) == [Expect("a", 3)]
+        for choice in range(3):
+            await backend.send("a", "x", choice=choice, finish="length")
 
     scripted(test)
 
