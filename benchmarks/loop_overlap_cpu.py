@@ -24,7 +24,8 @@ from overlap_serve.runtime.meter import LoopMeter
 from overlap_serve.runtime.model import cpu_has_bf16, engine_spec
 from overlap_serve.runtime.worker import build_engine, scheduler_limits
 from overlap_serve.sampling import SamplingParams, TextParams
-from overlap_serve.scheduler.scheduler import Outputs, Scheduler
+from overlap_serve.scheduler.outputs import Outputs
+from overlap_serve.scheduler.scheduler import Scheduler
 from overlap_serve.step import StepPlan, StepResult
 from overlap_serve.transport import Inbox, Outbox
 

@@ -37,7 +37,8 @@ from overlap_serve.messages import (
 from overlap_serve.runtime.loop import OverlapLoop
 from overlap_serve.runtime.meter import LoopMeter
 from overlap_serve.sampling import SamplingParams, TextParams, TokenLogprob
-from overlap_serve.scheduler.scheduler import Limits, Scheduler
+from overlap_serve.scheduler.limits import Limits
+from overlap_serve.scheduler.scheduler import Scheduler
 from overlap_serve.step import StepPlan
 
 VOCAB = 258
@@ -320,10 +321,10 @@ class _Checker:
     def _check_late_release(self) -> None:
         inflight = {planned.step for planned in self._scheduler._inflight}
         self._held = {step: pages for step, pages in self._held.items() if step in inflight}
-        pool = self._scheduler._pages
+        pool = self._scheduler._room.pages
         for pages in self._held.values():
             assert not any(pool._is_free[page] for page in pages), "a page returned under a step in flight"
-        slots = self._scheduler._slots
+        slots = self._scheduler._room.slots
         for planned in self._scheduler._inflight:
             for req, _ in planned.rows:
                 assert req.slot >= 0 and not slots._is_free[req.slot], "a slot returned under a step in flight"

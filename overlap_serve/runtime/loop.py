@@ -15,7 +15,9 @@ from collections import deque
 from overlap_serve.engine.base import Engine, PendingStep
 from overlap_serve.messages import AbortRequest, Failure, GenerateRequest, Message, Stop
 from overlap_serve.runtime.meter import LoopMeter
-from overlap_serve.scheduler.scheduler import INFINITY, Outputs, Scheduler
+from overlap_serve.scheduler.limits import INFINITY
+from overlap_serve.scheduler.outputs import Outputs
+from overlap_serve.scheduler.scheduler import Scheduler
 from overlap_serve.transport import Receiver, Sender
 
 log = logging.getLogger(__name__)

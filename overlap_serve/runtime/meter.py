@@ -13,7 +13,8 @@ from dataclasses import dataclass
 import msgspec
 
 from overlap_serve.metrics import SchedulerMetrics
-from overlap_serve.scheduler.scheduler import Counters, Scheduler
+from overlap_serve.scheduler.outputs import Counters
+from overlap_serve.scheduler.scheduler import Scheduler
 from overlap_serve.step import StepPlan
 
 PUBLISH_S = 0.1

@@ -19,7 +19,8 @@ from overlap_serve.messages import ReplicaStatus, Stop
 from overlap_serve.metrics import SchedulerMetrics, TransportMetrics, build_info, snapshot
 from overlap_serve.runtime.loop import OverlapLoop
 from overlap_serve.runtime.meter import LoopMeter
-from overlap_serve.scheduler.scheduler import Limits, Scheduler
+from overlap_serve.scheduler.limits import Limits
+from overlap_serve.scheduler.scheduler import Scheduler
 from overlap_serve.transport import Inbox, Outbox
 
 

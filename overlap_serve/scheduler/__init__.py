@@ -1,1 +1,2 @@
-"""What runs next: `req` (state of a choice) | `policy` (order and bounds) | `scheduler` (handle, plan, apply). Plain Python."""
+"""What runs next, in plain Python: `scheduler` (handle, plan, apply) over `limits`, `req` (state of a choice), `policy` (shares and
+margins), `room` (pages and slots) and `outputs`."""

@@ -107,6 +107,11 @@ class Req:
         self.first_token: float | None = None
 
     @property
+    def salt(self) -> str:
+        """Separates prefix caches."""
+        return self.group.request.cache_salt
+
+    @property
     def num_planned(self) -> int:
         return len(self.tokens) + self.num_pending
 

@@ -14,81 +14,21 @@ import itertools
 from bisect import insort
 from collections import deque
 from collections.abc import Iterator
-from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import msgspec
 
-from overlap_serve.cache.pages import PagePool, SlotPool
-from overlap_serve.cache.prefix import NO_MATCH, PrefixCache
-from overlap_serve.messages import (
-    AbortRequest,
-    Ended,
-    Failure,
-    GenerateRequest,
-    StreamOpen,
-    TokenOutput,
-    pack_ids,
-    unpack_ids,
-)
+from overlap_serve.cache.prefix import PrefixCache
+from overlap_serve.messages import AbortRequest, Ended, Failure, GenerateRequest, unpack_ids
 from overlap_serve.sampling import AbortCause, FinishReason, SamplingParams, TokenLogprob
 from overlap_serve.scheduler import policy
+from overlap_serve.scheduler.limits import INFINITY, Limits
+from overlap_serve.scheduler.outputs import Counters, Outputs, Times, times_of, token_output
 from overlap_serve.scheduler.req import Group, Req, ReqState
+from overlap_serve.scheduler.room import Room
 from overlap_serve.step import Join, StepPlan, StepResult
 
-CONTEXT_TOKENS = 16  # last prompt ids that the detokenizer gets as left context
-INFINITY = float("inf")
 SCAN_LIMIT = 16  # waiting requests that are tried in one step when those before them do not fit
-
-
-@dataclass(frozen=True)
-class Limits:
-    """Sizes and bounds; see `ServeConfig` for the meaning of each."""
-
-    num_pages: int
-    page_size: int
-    num_slots: int
-    max_model_len: int
-    vocab_size: int
-    max_step_tokens: int
-    max_waiting: int
-    max_decode_gap_steps: int
-    max_prefill_wait_steps: int
-    max_bypass: int
-    growth_tokens: int = 32
-
-    @property
-    def capacity_tokens(self) -> int:
-        return self.num_pages * self.page_size
-
-
-@dataclass
-class Outputs:
-    """What a call made: token outputs with the detokenizer they go to, requests that ended, times to observe (seconds)."""
-
-    tokens: list[tuple[str, TokenOutput]] = field(default_factory=list)
-    ended: list[Ended] = field(default_factory=list)
-
-
-class Counters(msgspec.Struct):
-    """Monotone counts since the start."""
-
-    prompt_tokens: int = 0
-    cached_tokens: int = 0
-    generated_tokens: int = 0
-    discarded_tokens: int = 0
-    queried_tokens: int = 0
-    hit_tokens: int = 0
-    preemptions: int = 0
-    repairs: int = 0
-
-
-class Times(NamedTuple):
-    """Phases of a choice that ended, in seconds; None where it never got there."""
-
-    queue_s: float | None
-    prefill_s: float | None
-    decode_s: float | None
 
 
 class _Planned(NamedTuple):
@@ -115,10 +55,8 @@ class Scheduler:
         self.counters = Counters()
         self.draining = False
         self.times: list[Times] = []  # of choices that ended since the reader last cleared it
-        self._cache = cache
+        self._room = Room(limits, cache)
         self._endpoint = endpoint
-        self._pages = PagePool(limits.num_pages)
-        self._slots = SlotPool(limits.num_slots)
         self._groups: dict[str, Group] = {}
         self._waiting: list[Req] = []  # sorted by key
         self._running: dict[Req, None] = {}  # in join order, which is row order
@@ -158,24 +96,17 @@ class Scheduler:
         return counts
 
     def pages_by_state(self) -> dict[str, int]:
-        """free + cached + owned == total (invariant 5): `owned` is counted from the requests, not derived."""
-        owned = sum(len(req.pages) - req.num_shared for req in (*self._running, *self._leaving))
-        return {"free": self._pages.num_free, "cached": self._cache.num_cached, "owned": owned}
+        """free, cached and owned pages; they add up to all there are (invariant 5)."""
+        return self._room.by_state((*self._running, *self._leaving))
 
     def check_accounting(self) -> None:
         """Invariant 5, and at rest: nothing owned, nothing locked, every slot free. Raises AssertionError."""
-        pages = self.pages_by_state()
-        assert sum(pages.values()) == self.limits.num_pages, f"pages do not add up: {pages} of {self.limits.num_pages}"
-        if self.at_rest:
-            assert pages["owned"] == 0 and self._cache.num_evictable == self._cache.num_cached, f"leak at rest: {pages}"
-            assert self._slots.num_free == self.limits.num_slots, "a slot leaked"
+        self._room.check((*self._running, *self._leaving), self.at_rest)
 
     def repair(self) -> None:
         """At rest only: forget the prefix cache and count every page and slot as free. For accounting that went wrong."""
         assert self.at_rest, "requests hold pages"
-        self._cache.reset()
-        self._pages = PagePool(self.limits.num_pages)
-        self._slots = SlotPool(self.limits.num_slots)
+        self._room.reset()
         self.counters.repairs += 1
 
     @property
@@ -302,7 +233,7 @@ class Scheduler:
         """Choose decode rows, give them their pages, and preempt where pages run out (ADR-0003, ADR-0011)."""
         ready = [req for req in self._running if req.todo == 1]
         prefilling = len(self._running) > len(ready)
-        wants_prefill = prefilling or (bool(self._waiting) and self._slots.num_free > 0)
+        wants_prefill = prefilling or (bool(self._waiting) and self._room.slots.num_free > 0)
         starved = sum(req.num_skipped >= self.limits.max_decode_gap_steps for req in ready)
         split = policy.split_budget(
             self.limits.max_step_tokens,
@@ -340,8 +271,8 @@ class Scheduler:
         new_pages: list[tuple[Req, int]] = []
         short: list[Req] = []
         for req in sorted((r for r in rows if self._needs_page(r)), key=lambda r: r.key):
-            if self._available() > 0:
-                [page] = self._take_pages(1)
+            if self._room.available() > 0:
+                [page] = self._room.take_pages(1)
                 req.pages.append(page)
                 new_pages.append((req, page))
             else:
@@ -358,7 +289,7 @@ class Scheduler:
         needed = sum(
             self._needs_page(req, 1) and req.num_planned + 1 < req.limit and not self._may_end(req) for req in rows
         )
-        return self._available() + self._incoming() - needed
+        return self._room.available() + self._incoming() - needed
 
     def _relieve(self, rows: list[Req], short: list[Req]) -> None:
         """Preempt the newest rows until what is short is covered. Never the oldest, and never in favour of a row that may
@@ -401,7 +332,7 @@ class Scheduler:
     def _admit(self, now: float) -> Req | None:
         """Take the first waiting request that fits, with its pages and slot. Small ones may pass a big one, a bounded number
         of times; then everything that comes free is kept for it."""
-        if self._slots.num_free == 0:
+        if self._room.slots.num_free == 0:
             return None
         blocked: list[Req] = []
         for req in self._waiting:
@@ -423,7 +354,7 @@ class Scheduler:
         """Choices of one prompt wait until the first has put the prompt into the prefix cache, so that it is computed once."""
         first = req.group.reqs[0]
         return (
-            self._cache.shares
+            self._room.cache.shares
             and req is not first
             and first.finish is None
             and first.first_token is None
@@ -431,28 +362,16 @@ class Scheduler:
         )
 
     def _take_room(self, req: Req) -> bool:
-        """Lock the cached prefix and take pages for all known tokens, if that leaves room for rows that run (no worst case)."""
-        page_size = self.limits.page_size
-        num_tokens = len(req.tokens)
-        match = self._cache.match(req.tokens.tobytes(), self._salt(req), req.reusable_tokens // page_size)
-        match = self._cache.lock(match)
-        needed = -(-num_tokens // page_size) - len(match.pages)
+        """Pages for all known tokens, if that leaves room for rows that run to grow a little (no worst case)."""
         margin = 0
         if self._running or self._leaving:
-            growth = self.limits.growth_tokens
+            page_size, growth = self.limits.page_size, self.limits.growth_tokens
             margin = policy.growth_pages(len(self._running), growth, page_size)
-            margin += policy.own_margin_pages(req.limit - num_tokens, req.num_preempted, growth, page_size)
-        if needed + margin > self._available():
-            self._cache.unlock(match)
-            return False
-        req.lock = match
-        req.num_shared = len(match.pages)
-        req.pages = [*match.pages, *self._take_pages(needed)]
-        req.num_computed = len(match.pages) * page_size
-        return True
+            margin += policy.own_margin_pages(req.limit - len(req.tokens), req.num_preempted, growth, page_size)
+        return self._room.reserve(req, margin)
 
     def _start(self, req: Req, now: float) -> None:
-        [req.slot] = self._slots.take(1)
+        [req.slot] = self._room.slots.take(1)
         req.state = ReqState.RUNNING
         req.bypassed, req.blocked = 0, False
         self._running[req] = None
@@ -521,7 +440,7 @@ class Scheduler:
         if req.first_token is None:
             assert not req.scores_prompt, "logprobs of prompt tokens were lost"
             req.first_token = now
-            self._share_prompt(req)
+            self._room.share_prompt(req)
         if token in req.end_ids:
             is_stop_id = token in req.group.request.sampling.stop_token_ids
             self._end(req, "stop", token if is_stop_id else None, now, out, (token,), logprobs)
@@ -529,22 +448,6 @@ class Scheduler:
             self._end(req, "length", None, now, out, (token,), logprobs)
         else:
             self._emit(req, (token,), logprobs, out)
-
-    def _share_prompt(self, req: Req) -> None:
-        """Hand the full pages of the prompt to the prefix cache while the request runs, and lock them there.
-
-        Where another request was first, keep our own copies instead: a running request never changes its pages (pains A17).
-        """
-        num_pages = req.prompt_len // self.limits.page_size
-        token_ids = req.tokens[: num_pages * self.limits.page_size].tobytes()
-        salt = self._salt(req)
-        if num_pages <= req.num_shared or len(self._cache.match(token_ids, salt, num_pages).pages) > req.num_shared:
-            return
-        if self._cache.insert(token_ids, req.pages[:num_pages], salt) == num_pages:
-            return
-        locked = self._cache.lock(self._cache.match(token_ids, salt, num_pages))
-        self._cache.unlock(req.lock)
-        req.lock, req.num_shared = locked, num_pages
 
     # -- ends
 
@@ -563,7 +466,7 @@ class Scheduler:
         assert req.finish is None, "a choice ends once"
         req.finish, req.stop_reason, req.failure = finish, stop_reason, failure
         self._emit(req, token_ids, logprobs, out)
-        self.times.append(_times(req, now))
+        self.times.append(times_of(req, now))
         if req.state is ReqState.WAITING:
             if req in self._waiting:
                 self._waiting.remove(req)
@@ -579,34 +482,8 @@ class Scheduler:
             out.ended.append(Ended(group.request.rid, group.request.attempt))
 
     def _emit(self, req: Req, token_ids: tuple[int, ...], logprobs: tuple[TokenLogprob, ...], out: Outputs) -> None:
-        request = req.group.request
-        opening = prompt_logprobs = None
-        if not req.opened:
-            req.opened = True
-            prompt_logprobs = _take_prompt_logprobs(req)
-            opening = StreamOpen(
-                ingress=request.route.ingress,
-                scheduler=self._endpoint,
-                text=request.text,
-                context=pack_ids(req.tokens[max(0, req.prompt_len - CONTEXT_TOKENS) : req.prompt_len].tolist()),
-                generated=request.generated[req.choice] if request.generated else b"",
-                prompt_tokens=req.prompt_len,
-                cached_tokens=max(0, req.cached_tokens),
-            )
-        output = TokenOutput(
-            rid=request.rid,
-            attempt=request.attempt,
-            choice=req.choice,
-            first_index=req.num_generated - len(token_ids),
-            token_ids=token_ids,
-            finish=req.finish,
-            stop_reason=req.stop_reason,
-            failure=req.failure,
-            open=opening,
-            logprobs=logprobs,
-            prompt_logprobs=prompt_logprobs,
-        )
-        out.tokens.append((request.route.detokenizer, output))
+        output = token_output(req, self._endpoint, token_ids, logprobs)
+        out.tokens.append((req.group.request.route.detokenizer, output))
 
     def _leave(self, req: Req) -> None:
         """Out of the batch: the engine drops the slot with the next plan. Pages and slot stay until nothing in flight holds them."""
@@ -617,38 +494,17 @@ class Scheduler:
 
     def _release(self, req: Req) -> None:
         """Late release: return pages and slot; a preempted request waits again, in its old place."""
-        assert req.inflight == 0, "released under a step in flight"
-        page_size = self.limits.page_size
-        num_full = min(req.num_computed, len(req.tokens)) // page_size
-        known = self._cache.insert(req.tokens[: num_full * page_size].tobytes(), req.pages[:num_full], self._salt(req))
-        self._pages.give(req.pages[req.num_shared : known])
-        self._pages.give(req.pages[max(num_full, req.num_shared) :])
-        self._cache.unlock(req.lock)
-        self._slots.give([req.slot])
+        self._room.release(req)
         del self._leaving[req]
-        req.lock, req.num_shared, req.pages, req.slot, req.num_computed = NO_MATCH, 0, [], -1, 0
         if req.finish is None:
             req.state = ReqState.WAITING
             insort(self._waiting, req, key=lambda r: r.key)
         else:
             req.state = ReqState.GONE
 
-    # -- pages
-
-    def _available(self) -> int:
-        return self._pages.num_free + self._cache.num_evictable
-
     def _incoming(self) -> int:
         """Pages that will come back when the steps in flight are processed."""
         return sum(len(req.pages) - req.num_shared for req in self._leaving)
-
-    def _take_pages(self, count: int) -> list[int]:
-        if count > self._pages.num_free:
-            self._pages.give(self._cache.evict(count - self._pages.num_free))
-        return self._pages.take(count)
-
-    def _salt(self, req: Req) -> str:
-        return req.group.request.cache_salt
 
 
 def _of_rows(logprobs: tuple[TokenLogprob | None, ...]) -> Iterator[tuple[TokenLogprob, ...]]:
@@ -656,18 +512,3 @@ def _of_rows(logprobs: tuple[TokenLogprob | None, ...]) -> Iterator[tuple[TokenL
     if not logprobs:
         return itertools.repeat(())
     return iter([() if entry is None else (entry,) for entry in logprobs])
-
-
-def _take_prompt_logprobs(req: Req) -> tuple[TokenLogprob, ...] | None:
-    """For the first output. None also if the choice ended before its prompt was computed: part of them would mislead."""
-    taken, req.prompt_logprobs = (None if req.scores_prompt else req.prompt_logprobs), None
-    return None if taken is None else tuple(taken)
-
-
-def _times(req: Req, now: float) -> Times:
-    begin, first = req.first_scheduled, req.first_token
-    return Times(
-        queue_s=None if begin is None else begin - req.group.arrived,
-        prefill_s=None if begin is None or first is None else first - begin,
-        decode_s=None if first is None else now - first,
-    )

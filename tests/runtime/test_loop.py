@@ -17,8 +17,10 @@ from overlap_serve.engine.fake import FakeEngine
 from overlap_serve.messages import AbortRequest, Ended, GenerateRequest, Message, Stop, TokenOutput
 from overlap_serve.runtime.loop import OverlapLoop
 from overlap_serve.runtime.meter import LoopMeter
+from overlap_serve.scheduler.limits import Limits
+from overlap_serve.scheduler.outputs import Outputs
 from overlap_serve.scheduler.req import Req
-from overlap_serve.scheduler.scheduler import Limits, Outputs, Scheduler
+from overlap_serve.scheduler.scheduler import Scheduler
 from overlap_serve.step import StepPlan, StepResult
 from tests.scheduler_rig import make_limits, make_request
 

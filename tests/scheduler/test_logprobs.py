@@ -10,7 +10,8 @@ import pytest
 from overlap_serve.cache.radix import RadixCache
 from overlap_serve.messages import AbortRequest, Message
 from overlap_serve.sampling import TokenLogprob
-from overlap_serve.scheduler.scheduler import Limits, Scheduler
+from overlap_serve.scheduler.limits import Limits
+from overlap_serve.scheduler.scheduler import Scheduler
 from overlap_serve.step import StepResult
 from tests.scheduler_rig import Case, Run, make_limits, make_request, run_case
 

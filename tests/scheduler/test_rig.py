@@ -53,8 +53,8 @@ class PageLeak(Scheduler):
 
     def _release(self, req: Req) -> None:
         super()._release(req)
-        if self._pages.num_free:
-            self._pages.take(1)
+        if self._room.pages.num_free:
+            self._room.pages.take(1)
 
 
 class UnorderedRows(Scheduler):

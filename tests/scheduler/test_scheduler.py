@@ -13,7 +13,8 @@ import pytest
 
 from overlap_serve.cache.radix import RadixCache
 from overlap_serve.messages import AbortRequest, Message, pack_ids
-from overlap_serve.scheduler.scheduler import Limits, Scheduler
+from overlap_serve.scheduler.limits import Limits
+from overlap_serve.scheduler.scheduler import Scheduler
 from overlap_serve.step import StepResult
 from tests.scheduler_rig import Case, Run, make_limits, make_request, oracle, random_case, run_case
 
