@@ -15,6 +15,7 @@ from typing import Any, Generic, NamedTuple, TypeVar
 import ray
 from ray.serve.exceptions import DeploymentUnavailableError
 
+from overlap_serve.errors import ServerUnavailable
 from overlap_serve.messages import ReplicaStatus
 
 log = logging.getLogger(__name__)
@@ -26,6 +27,10 @@ PROBE_TIMEOUT_S = 1.0
 KEEP_ROUNDS = 3
 
 T = TypeVar("T")
+
+
+class SchedulerStalled(ServerUnavailable):
+    """This scheduler replica takes nothing now; another one may. Nothing of the request has been started."""
 
 
 class Answers(NamedTuple):

@@ -19,7 +19,7 @@ from prometheus_client import CollectorRegistry, Metric
 from ray import serve
 from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError
 
-from deployments.cluster import ServeCluster, replica_is_stopping
+from deployments.cluster import SchedulerStalled, ServeCluster, replica_is_stopping
 from deployments.http import build_http_app
 from deployments.keys import application_key
 from deployments.logs import configure_logging
@@ -35,6 +35,8 @@ log = logging.getLogger(__name__)
 STOP_POLL_S = 0.1
 RETRY_AFTER_S = 1.0
 NOTE_AFTER_S = 0.5
+STALLED_RETRIES = 5
+STALLED_PAUSE_S = 0.05
 
 
 class SchedulerCalls:
@@ -49,7 +51,18 @@ class SchedulerCalls:
         self._failures: Counter[str] = Counter()
 
     async def __call__(self, request: GenerateRequest) -> None:
-        """Returns when the scheduler is done with the request. Raises a RequestError when it never will be."""
+        """Returns when the scheduler is done with the request. Raises a RequestError when it never will be.
+
+        Serve's routing does not know of stalled engines: a replica that refuses for that is asked again, with luck another one.
+        """
+        for _ in range(STALLED_RETRIES):
+            try:
+                return await self._call(request)
+            except SchedulerStalled:
+                await asyncio.sleep(STALLED_PAUSE_S)
+        return await self._call(request)
+
+    async def _call(self, request: GenerateRequest) -> None:
         response = contextvars.Context().run(self._generate.remote, encode([request]))
         try:
             await response
@@ -58,6 +71,8 @@ class SchedulerCalls:
             raise
         except Exception as error:
             known = as_request_error(error)
+            if isinstance(known, SchedulerStalled):
+                raise known from None
             if known.code == ServerUnavailable.code:
                 self._note(error)
             raise known from error

@@ -26,7 +26,7 @@ from prometheus_client import Metric
 from ray import serve
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from deployments.cluster import replica_is_stopping
+from deployments.cluster import SchedulerStalled, replica_is_stopping
 from deployments.keys import application_key
 from deployments.logs import configure_logging
 from deployments.metrics import MetricsBridge
@@ -147,6 +147,8 @@ class SchedulerReplica:
         request = one_request(payload)
         if self._watch_task.done():
             raise draining_error()
+        if self._pulse.status().status == "stalled":
+            raise SchedulerStalled("the scheduler makes no progress; retry", retry_after_s=1.0)
         future = self._calls.open(request)
         try:
             if not self._outbox.send(self._endpoint, [request]):

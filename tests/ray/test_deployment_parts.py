@@ -19,7 +19,7 @@ from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError
 from ray.serve.schema import ApplicationStatus
 
 from deployments.app import build, cluster_has_gpu, decide_device, torch_has_cuda
-from deployments.cluster import KEEP_ROUNDS, LastHeard, is_listening
+from deployments.cluster import KEEP_ROUNDS, LastHeard, SchedulerStalled, is_listening
 from deployments.ingress import SchedulerCalls, as_request_error
 from deployments.metrics import RayExporter
 from deployments.run import reasons
@@ -193,6 +193,30 @@ def test_calls_that_fail_together_are_one_line_of_the_log(monkeypatch: pytest.Mo
     monkeypatch.setattr("deployments.ingress.log.warning", lambda text, *values: lines.append(text % values))
     asyncio.run(scenario())
     assert lines == ["5 scheduler calls failed: 5 ActorDiedError"]
+
+
+@pytest.mark.parametrize(("refusals", "fails"), [(0, False), (3, False), (99, True)])
+def test_a_stalled_scheduler_is_asked_again_and_not_for_ever(
+    monkeypatch: pytest.MonkeyPatch, refusals: int, fails: bool
+) -> None:
+    asked: list[bytes] = []
+
+    class Stalled:
+        class generate:  # noqa: N801  # stands for a method of a handle
+            @staticmethod
+            async def remote(payload: bytes) -> None:
+                asked.append(payload)
+                if len(asked) <= refusals:
+                    raise SchedulerStalled("stalled", retry_after_s=1.0)
+
+    monkeypatch.setattr("deployments.ingress.STALLED_PAUSE_S", 0.0)
+    if fails:
+        with pytest.raises(ServerUnavailable):
+            asyncio.run(SchedulerCalls(Stalled)(REQUEST))
+        assert len(asked) == 6
+    else:
+        asyncio.run(SchedulerCalls(Stalled)(REQUEST))
+        assert len(asked) == refusals + 1
 
 
 def test_the_reason_of_a_failed_deployment_is_its_last_line() -> None:

@@ -95,6 +95,26 @@ def test_redeploy_lets_a_queued_request_run_and_finish(cluster_url: str) -> None
         assert finish_of(queued.result(20)) == "length"
 
 
+def test_a_stalled_scheduler_of_two_gets_no_new_requests(cluster_url: str) -> None:
+    args = fake_args(scheduler_replicas=2, ready_stall_s=2.0, live_stall_s=60.0)
+    with ThreadPoolExecutor(6) as pool, deployed(cluster_url, **args) as app:
+        streams = [open_stream(pool, app, 600) for _ in range(6)]
+        stopped, _ = processes("ray::RankActor")
+        stopped.suspend()
+        try:
+
+            def one_has_stalled() -> bool:
+                states = [replica["status"] for replica in app.health()["replicas"]]  # type: ignore[attr-defined]
+                return sorted(states) == ["ready", "stalled"]
+
+            eventually(one_has_stalled, 15, "one scheduler is stalled")
+            body = app.completion(max_tokens=4)
+            assert [app.http.post("/v1/completions", json=body).status_code for _ in range(12)] == [200] * 12
+        finally:
+            stopped.resume()
+        assert [finish_of(stream.result(60)) for stream in streams] == ["length"] * 6
+
+
 def test_a_dead_rank_is_reported_and_replaced(cluster_url: str) -> None:
     with ThreadPoolExecutor(1) as pool, deployed(cluster_url, **fake_args()) as app:
         stream = open_stream(pool, app, 4000)
