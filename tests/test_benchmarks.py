@@ -29,3 +29,11 @@ def test_readme_quotes_the_overlap_figures() -> None:
     for prefix in ("", "embedded_"):
         row = [f"{figures[f'{prefix}step_ms_depth{depth}']:.1f} ms" for depth in (0, 1)]
         assert " | ".join(row) in text
+
+
+def test_readme_quotes_latency_and_cold_start() -> None:
+    load, start = (json.loads((FOLDER / f"{name}.json").read_text())["figures"] for name in ("http_load", "cold_start"))
+    text = README.read_text()
+    assert f"p50 {load['added_p50_ms']:.1f} ms, p99 {load['added_p99_ms']:.1f} ms, {load['errors']:.0f} errors" in text
+    assert f"{start['first_token_s']:.1f} s (Ray is up after {start['ray_up_s']:.1f} s" in text
+    assert f"{start['pss_ingress_mb']:.0f} MB, {start['pss_rank_mb']:.0f} MB, {start['pss_all_mb']:.0f} MB" in text
