@@ -12,10 +12,11 @@ import msgspec
 import pytest
 
 from overlap_serve.cache.radix import RadixCache
+from overlap_serve.engine.batch import BatchMirror
 from overlap_serve.messages import AbortRequest, Message, pack_ids
 from overlap_serve.scheduler.limits import Limits
 from overlap_serve.scheduler.scheduler import Scheduler
-from overlap_serve.step import StepResult
+from overlap_serve.step import StepPlan, StepResult
 from tests.scheduler_rig import Case, Run, make_limits, make_request, oracle, random_case, run_case
 
 BOTH_DEPTHS = pytest.mark.parametrize("depth", [0, 1])
@@ -194,6 +195,29 @@ def test_a14_plans_do_not_depend_on_hash_seed_or_process() -> None:
         done = subprocess.run([sys.executable, "-c", PLAN_HASH], env=env, capture_output=True, text=True, check=True)
         answers.add(done.stdout)
     assert len(answers) == 1
+
+
+def test_a14_followers_that_only_replay_plans_have_the_same_batch_for_10_000_steps() -> None:
+    """They see no clock, no message and no memory: rows, aborts, deadlines and preemptions are in the plans, over the wire."""
+    num_steps = seed = 0
+    while num_steps < 10_000:
+        plans: list[bytes] = []
+
+        class Recorded(Scheduler):
+            def plan(self, now: float, plans: list[bytes] = plans) -> StepPlan | None:
+                plan = super().plan(now)
+                if plan is not None:
+                    plans.append(msgspec.msgpack.encode(plan))
+                return plan
+
+        case = random_case(seed)
+        rows_of_rank_0 = run_case(case, 1, "lazy", scheduler_class=Recorded).engine.rows_log
+        for _ in range(3):
+            mirror = BatchMirror(case.limits.num_slots)
+            steps = [mirror.apply(msgspec.msgpack.decode(plan, type=StepPlan)) for plan in plans]
+            assert [(r.slots_B.tolist(), r.starts_B.tolist(), r.lengths_B.tolist()) for r in steps] == rows_of_rank_0
+        num_steps += len(plans)
+        seed += 1
 
 
 @BOTH_DEPTHS
