@@ -61,7 +61,7 @@ BODIES: tuple[type[ServedRequest], ...] = (
 
 
 def build_http_app(frontend: Frontend, *, host_labels: bool = False) -> FastAPI:
-    """All routes of http-api sections 1 to 9, 12 and 13 around a started frontend. host_labels: see `asgi.Gate`."""
+    """All routes of this server (docs/http.md) around a started frontend. host_labels: see `asgi.Gate`."""
     app = _Api(
         title="overlap_serve",
         version=__version__,

@@ -245,8 +245,8 @@ class Scheduler:
         self._prefill_wait = self._prefill_wait + 1 if wants_prefill and split.prefill_tokens == 0 else 0
         chosen = ready
         if split.decode_rows < len(ready):
-            longest_gap = sorted(ready, key=lambda req: -req.num_skipped)[: split.decode_rows]
-            chosen = [req for req in ready if req in set(longest_gap)]
+            longest_gap = set(sorted(ready, key=lambda req: -req.num_skipped)[: split.decode_rows])
+            chosen = [req for req in ready if req in longest_gap]
         new_pages, short = self._grow(chosen)
         if short or self._headroom(chosen) < 0:
             self._relieve(chosen, short)
