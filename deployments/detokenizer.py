@@ -21,6 +21,7 @@ from deployments.cluster import REFRESH_S
 from deployments.keys import application_key
 from deployments.logs import configure_logging
 from deployments.metrics import MetricsBridge
+from deployments.poller import keep_grpc_polling
 from overlap_serve.config import ServeConfig
 from overlap_serve.runtime.detokenizer import DetokenizerService
 from overlap_serve.runtime.metric_names import parse
@@ -40,6 +41,7 @@ class DetokenizerReplica:
     async def __init__(self, config: ServeConfig) -> None:  # type: ignore[misc]  # Ray awaits it
         self._built = False
         configure_logging()
+        keep_grpc_polling()
         context = serve.get_replica_context()
         self._replica = context.replica_tag
         self._drain_timeout_s = config.drain_timeout

@@ -25,6 +25,7 @@ from deployments.keys import application_key
 from deployments.logs import configure_logging
 from deployments.metrics import MetricsBridge
 from overlap_serve.config import ServeConfig
+from deployments.poller import keep_grpc_polling
 from overlap_serve.errors import QueueFull, RequestError, ServerUnavailable
 from overlap_serve.messages import GenerateRequest, encode
 from overlap_serve.runtime.frontend import Frontend
@@ -159,6 +160,7 @@ class IngressReplica:
 
     async def _families(self) -> Iterable[Metric]:
         return self._registry.collect()
+        keep_grpc_polling()
 
     async def _drain_when_stopping(self) -> None:
         """Serve waits for open requests but tells nobody; refuse new ones at once and end the rest after drain_timeout."""

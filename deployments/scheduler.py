@@ -30,7 +30,8 @@ from deployments.cluster import SchedulerStalled, replica_is_stopping
 from deployments.keys import application_key
 from deployments.logs import configure_logging
 from deployments.metrics import MetricsBridge
-from deployments.rank import RANK_CONCURRENCY, RankActor
+from deployments.poller import keep_grpc_polling
+from deployments.ranks import Ranks
 from overlap_serve.config import EngineSpec, HostFacts, ServeConfig
 from overlap_serve.errors import InternalError, RequestError, ServerUnavailable
 from overlap_serve.messages import AbortRequest, Ended, GenerateRequest, ReplicaStatus, decode
@@ -125,6 +126,7 @@ class SchedulerReplica:
         self._outbox = Outbox(key, "control_scheduler")
         host = HostFacts(num_cpus=node_cpus(), bf16=cpu_has_bf16(), cuda=config.device == "cuda")
         spec = await asyncio.to_thread(engine_spec, config, host)
+        keep_grpc_polling()
         log.info("%s: starting %s", self._replica, describe(spec))
         self._rank = start_rank(spec, address, key, self._inbox.endpoint, self._replica, config.ready_stall_s)
         self._endpoint: str = await self._rank.endpoint.remote()
