@@ -17,6 +17,7 @@ from ray.serve import Application
 
 from deployments.detokenizer import DetokenizerReplica
 from deployments.ingress import IngressReplica
+from deployments.key_files import with_key_files
 from deployments.logs import configure_logging
 from deployments.scheduler import SchedulerReplica
 from overlap_serve.config import ServeConfig
@@ -44,7 +45,7 @@ def build(args: ServeConfig) -> Application:
     Raises pydantic.ValidationError (through Serve) or ConfigError naming the field, ModelLoadError naming the file.
     """
     configure_logging()
-    config = args.model_copy(update={"device": decide_device(args)})
+    config = with_key_files(args).model_copy(update={"device": decide_device(args)})
     report(config)
     if config.engine != "fake":
         log.info("model folder: %s", model_folder(config, progress=True))

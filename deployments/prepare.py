@@ -11,7 +11,8 @@ from pathlib import Path
 
 import yaml
 
-from overlap_serve.config import ServeConfig, parse_config
+from deployments.key_files import with_key_files
+from overlap_serve.config import ServeConfig, check_model, parse_config
 from overlap_serve.errors import ConfigError, ModelLoadError
 from overlap_serve.runtime.model import model_facts, model_folder, text_model
 
@@ -39,6 +40,7 @@ def prepare(file: Path) -> None:
             print(f"{config.model}: {model_folder(config, progress=True)}")
         model_facts(config)
         text_model(config)
+        with_key_files(config)
 
 
 def main(arguments: list[str]) -> int:

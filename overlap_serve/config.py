@@ -121,6 +121,10 @@ class ServeConfig(_Strict):
     max_body_bytes: Positive = 32 * 1024 * 1024
     max_messages: Positive = 4096
     max_n: Positive = 128
+    api_keys_file: str | None = Field(
+        default=None, description="file with more `api_keys`, one a line; read when the application is built"
+    )
+    admin_api_keys_file: str | None = Field(default=None, description="the same for `admin_api_keys`")
     max_prompt_tokens: Positive = Field(default=500_000, description="keeps one call under the transport's 4 MB")
     default_max_tokens: Positive | None = None
     clamp_max_tokens: bool = False

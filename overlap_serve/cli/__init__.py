@@ -11,7 +11,7 @@ import sys
 from collections.abc import Sequence
 
 from overlap_serve import __version__
-from overlap_serve.cli import chat, check, completion, generate, models
+from overlap_serve.cli import attention, chat, check, completion, generate, models
 from overlap_serve.cli.options import Run, with_examples
 from overlap_serve.errors import OverlapServeError
 
@@ -53,6 +53,7 @@ def build_parser() -> argparse.ArgumentParser:
     models.add(commands)
     check.add(commands)
     completion.add(commands, parser)
+    attention.add(commands)
     version = commands.add_parser(
         "version", help="print the version", description="Print the version.", **with_examples("overlap-serve version")
     )

@@ -85,7 +85,7 @@ def notes_on(config: ServeConfig, given: frozenset[str], spec: EngineSpec) -> It
     """Fields that were given and do nothing beside the others."""
     if {"kv_cache_tokens", "kv_memory_fraction"} <= given:
         yield "kv_memory_fraction has no effect beside kv_cache_tokens"
-    if config.protect_metrics and not config.api_keys:
+    if config.protect_metrics and not config.api_keys and config.api_keys_file is None:
         yield "protect_metrics has no effect without api_keys"
     if "fake" in given and config.engine != "fake":
         yield "fake has no effect without engine: fake"

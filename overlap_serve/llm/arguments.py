@@ -29,6 +29,8 @@ SERVER_ONLY = frozenset(
         "admin_api_keys",
         "protect_metrics",
         "metrics_compat",
+        "api_keys_file",
+        "admin_api_keys_file",
         "strict_fields",
         "max_body_bytes",
         "sse_ping_s",

@@ -76,7 +76,7 @@ def test_every_mistake_is_named_each_on_its_line(tmp_path: Path, capsys: pytest.
     assert all(line.startswith(f"{tmp_path / 'c.yaml'}: ") for line in lines)
     for words in (
         "pagesize: unknown field; did you mean page_size?",
-        "zzz: unknown field; known are admin_api_keys, api_keys",
+        "zzz: unknown field; known are admin_api_keys, admin_api_keys_file, api_keys",
         "overlap_depth: Input should be 0 or 1 (given: 7)",
         "fake.base_mss: unknown field; did you mean base_ms?",
         "max_step_tokens is 8, max_running_requests 8",
