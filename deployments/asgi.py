@@ -128,6 +128,7 @@ class Gate:
         if scope["type"] != "http":
             return await self._app(scope, receive, send)
         headers = Headers(scope=scope)
+        self._refused = refused
         state = scope.setdefault("state", {})
         given = headers.get("x-request-id", "")
         state["request_id"] = given if is_request_id(given) else f"req-{uuid.uuid4().hex}"
@@ -152,6 +153,7 @@ class Gate:
             log.exception("request %s: %s %s failed", state["request_id"], scope["method"], scope["path"])
             bug = InternalError("the server failed on this request; its log has the reason under the request id")
             await error_response(bug)(scope, receive, send_labelled)
+            self._refused(error)
 
 
 async def read_body(request: Request, limit: int) -> bytes:

@@ -79,6 +79,9 @@ class ServeCluster:
     def detokenizers(self) -> list[str]:
         return self._detokenizers
 
+        self._leaving_schedulers: list[str] = []
+        self._pause = PauseState()
+        self._refreshing = asyncio.Lock()
     def leaving_detokenizers(self) -> list[str]:
         """Serve has stopped them and lists them no more, but they wait for their open streams."""
         return self._leaving
@@ -91,6 +94,14 @@ class ServeCluster:
             ask(self._ingress, "metrics_snapshot", self._replica),
         )
         return [snapshot for group in groups for snapshot in group.given if isinstance(snapshot, bytes)]
+    async def held_requests(self) -> set[str] | None:
+        """Ids of the requests that schedulers have open. None when one that may have some has not said: it is late, or leaving."""
+        answers = await ask(self._scheduler, "open_requests")
+        held: dict[str, list[str]] = dict(answer for answer in answers.given if isinstance(answer, tuple))
+        if self._leaving_schedulers or not {status.replica for status in self._replicas} <= held.keys():
+            return None
+        return {rid for rids in held.values() for rid in rids}
+
 
     async def abort_everywhere(self, label: str | None) -> int:
         """Abort at all other ingress replicas the requests with this client request id (None: all). The sum of their numbers."""
@@ -128,9 +139,9 @@ class ServeCluster:
         self._endpoints.update({e: e for e in endpoints.given if isinstance(e, str)}, endpoints.late)
         self._replicas = self._statuses.all()
         now = set(self._endpoints.all())
-        unlisted = sorted({*self._detokenizers, *self._leaving} - now)
-        answers = await asyncio.gather(*(is_listening(endpoint) for endpoint in unlisted))
-        self._leaving = [endpoint for endpoint, up in zip(unlisted, answers, strict=True) if up]
+        self._leaving, self._leaving_schedulers = await asyncio.gather(
+            listening({*self._detokenizers, *self._leaving} - now), listening(unlisted)
+        )
         self._detokenizers = sorted(now)
 
 
@@ -154,7 +165,14 @@ async def ask(handle: Any, method: str, *args: str | None) -> Answers:
     for task in late:
         task.cancel()
     given = [task.result() for task in tasks if task in done and not task.cancelled() and task.exception() is None]
-    return Answers(given, late=bool(late))
+    return Answers(given, late=bool(late), asked=len(tasks))
+
+
+async def listening(endpoints: set[str]) -> list[str]:
+    """Those that still take connections, in order."""
+    ordered = sorted(endpoints)
+    answers = await asyncio.gather(*(is_listening(endpoint) for endpoint in ordered))
+    return [endpoint for endpoint, up in zip(ordered, answers, strict=True) if up]
 
 
 async def is_listening(endpoint: str) -> bool:
@@ -173,3 +191,4 @@ def replica_is_stopping() -> bool:
     worker = ray._private.worker.global_worker
     actor = worker.actors[worker.actor_id]
     return bool(actor._replica_impl._shutting_down)
+        unlisted = {*before, *self._leaving_schedulers} - {status.endpoint for status in self._replicas}

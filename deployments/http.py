@@ -93,7 +93,7 @@ def build_http_app(frontend: Frontend, *, host_labels: bool = False) -> FastAPI:
     app.add_exception_handler(HTTPException, _on_http_exception)
     app.add_exception_handler(RequestValidationError, _on_validation_error)
     app.add_exception_handler(ClientGone, _on_client_gone)
-    app.add_middleware(Gate, keys=_keys(frontend.config), host_labels=host_labels)
+    app.add_middleware(Gate, keys=_keys(frontend.config), refused=frontend.reject, host_labels=host_labels)
     return app
 
 
@@ -236,14 +236,15 @@ async def _on_http_exception(request: Request, error: Exception) -> Response:
     """What the router found: no such path, or not with this method."""
     assert isinstance(error, HTTPException)
     if error.status_code == 404:
-        return error_response(NotFound("there is no such route; /docs lists them", code="unknown_url"))
-    if error.status_code == 405:
-        allowed = dict(error.headers or {})
-        methods = next((value for name, value in allowed.items() if name.lower() == "allow"), "")
-        return error_response(MethodNotAllowed(f"this route takes {methods}, not {request.method}"), allowed)
-    refused = InvalidRequest(str(error.detail)) if error.status_code < 500 else InternalError("the server failed")
-    refused.http_status = error.status_code
-    return error_response(refused, error.headers)
+        refused, headers = NotFound("there is no such route; /docs lists them", code="unknown_url"), {}
+    elif error.status_code == 405:
+        methods = next((value for name, value in headers.items() if name.lower() == "allow"), "")
+        refused = MethodNotAllowed(f"this route takes {methods}, not {request.method}")
+    else:
+        refused = InvalidRequest(str(error.detail)) if error.status_code < 500 else InternalError("the server failed")
+        refused.http_status = error.status_code
+    frontend.reject(refused)
+    return error_response(refused, headers)
 
 
 async def _on_validation_error(request: Request, error: Exception) -> Response:

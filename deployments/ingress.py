@@ -39,6 +39,19 @@ NOTE_AFTER_S = 0.5
 STALLED_RETRIES = 5
 STALLED_PAUSE_S = 0.05
 
+LOOK_S = 2.0
+OLD_S = 10.0  # a younger call may still be on its way to a scheduler
+
+
+@dataclass
+class OpenCall:
+    response: Any
+    begun_s: float
+    lost: bool = False
+
+    def lose(self) -> None:
+        self.lost = True
+        self.response.cancel()
 
 class SchedulerCalls:
     """Implements `runtime.frontend.Submit`: the open unary call of a request.
@@ -51,6 +64,7 @@ class SchedulerCalls:
         self._generate = scheduler.generate
         self._failures: Counter[str] = Counter()
 
+        self._open: dict[str, OpenCall] = {}
     async def __call__(self, request: GenerateRequest) -> None:
         """Returns when the scheduler is done with the request. Raises a RequestError when it never will be.
 
@@ -66,6 +80,7 @@ class SchedulerCalls:
     async def _call(self, request: GenerateRequest) -> None:
         response = contextvars.Context().run(self._generate.remote, encode([request]))
         try:
+        call = self._open[request.rid] = OpenCall(response, time.monotonic())
             await response
         except asyncio.CancelledError:
             response.cancel()
@@ -80,6 +95,36 @@ class SchedulerCalls:
 
     def _note(self, error: Exception) -> None:
         """One line for all the calls that fail together, when a replica dies (Ray #61219: a traceback for each)."""
+        finally:
+            del self._open[request.rid]
+
+    async def watch(self, held: Callable[[], Awaitable[set[str] | None]]) -> None:
+        """For ever: end the calls whose requests no scheduler has. held: see `ServeCluster.held_requests`.
+
+        A node that vanishes closes no connection. Such a call would return only minutes later (134 s, with Ray's settings), and one
+        that was being routed there waits as long; neither says which replica it waits for, but the others can say what they have.
+        """
+        suspects: set[str] = set()
+        while True:
+            await asyncio.sleep(LOOK_S)
+            try:
+                suspects = await self._look(held, suspects)
+            except Exception:  # one bad round must not end all later ones
+                log.exception("could not ask the schedulers for their requests")
+
+    async def _look(self, held: Callable[[], Awaitable[set[str] | None]], suspects: set[str]) -> set[str]:
+        """Open requests that nobody has. suspects: those of the look before; what is missing twice is lost."""
+        begun_before_s = time.monotonic() - OLD_S
+        old = {rid for rid, call in self._open.items() if call.begun_s < begun_before_s}
+        known = await held() if old else None
+        if known is None:
+            return set()
+        missing = (old - known) & self._open.keys()
+        if lost := missing & suspects:
+            log.warning("%d requests are at no scheduler any more", len(lost))
+        for rid in lost:
+            self._open[rid].lose()
+        return missing - lost
         if not self._failures:
             asyncio.get_running_loop().call_later(NOTE_AFTER_S, self._log_failures)
         self._failures[type(error).__name__] += 1
@@ -119,14 +164,16 @@ class IngressReplica:
         calls, pool, peers = (h.options(_by_reference=False) for h in (scheduler, detokenizer, own))
         self._cluster = ServeCluster(calls, pool, peers, context.replica_tag)
         self._registry = CollectorRegistry()
+        self._drain_began_s: float | None = None
         text = await asyncio.to_thread(text_model, config)
         self._frontend = Frontend(
             config,
             text,
+        submit = SchedulerCalls(calls)
             await asyncio.to_thread(model_facts, config),
             bind=f"tcp://{ray.util.get_node_ip_address()}",
             key=application_key(context.app_name),
-            submit=SchedulerCalls(calls),
+            submit=submit,
             cluster=self._cluster,
             replica=context.replica_tag,
             registry=self._registry,
@@ -137,6 +184,7 @@ class IngressReplica:
         bridge = MetricsBridge(self._families, context.deployment, context.app_name)
         self._bridge_task = asyncio.create_task(bridge.run())
         self._built = True
+        self._watch_task = asyncio.create_task(submit.watch(self._cluster.held_requests))
 
     def __serve_build_asgi_app__(self) -> FastAPI:
         """Called by Serve in the replica, after the constructor."""
@@ -154,6 +202,18 @@ class IngressReplica:
         """Called by Serve when the replica has drained."""
         if not self._built:
             return  # the constructor has failed, and said why
+    async def learn_pause(self, state: PauseState, asking: str) -> None:
+        """From another ingress replica, which an administrator has told; the one that asks knows."""
+        if asking != self._replica:
+            self._cluster.learn(state)
+            await self._cluster.refresh()
+
+    async def drain(self) -> int:
+        """Refuse new requests from now on; how many are open. For whoever is about to delete the application: while Serve still
+        routes here, clients are told to come back, and after it they would get Serve's own 404."""
+        self._begin_drain()
+        return self._frontend.num_open
+
         await self._stop_task
         self._bridge_task.cancel()
         await self._cluster.close()
@@ -166,9 +226,15 @@ class IngressReplica:
         """Serve waits for open requests but tells nobody; refuse new ones at once and end the rest after drain_timeout."""
         while not replica_is_stopping():
             await asyncio.sleep(STOP_POLL_S)
-        self._frontend.drain()
-        log.info("%s: draining, %d open requests", self._replica, self._frontend.num_open)
-        deadline_s = time.monotonic() + self._drain_timeout_s
+        deadline_s = self._begin_drain() + self._drain_timeout_s
         while self._frontend.num_open and time.monotonic() < deadline_s:
             await asyncio.sleep(STOP_POLL_S)
         await self._frontend.close()
+
+    def _begin_drain(self) -> float:
+        """When it began, by the monotonic clock; idempotent."""
+        if self._drain_began_s is None:
+            self._drain_began_s = time.monotonic()
+            self._frontend.drain()
+            log.info("%s: draining, %d open requests", self._replica, self._frontend.num_open)
+        return self._drain_began_s

@@ -18,6 +18,7 @@ import signal
 import socket
 import sys
 import threading
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from types import FrameType
@@ -31,7 +32,7 @@ from ray.serve._private.constants import SERVE_CONTROLLER_NAME, SERVE_NAMESPACE
 from ray.serve.config import gRPCOptions
 from ray.serve.schema import ServeDeploySchema
 
-from deployments.app import DRAIN_MARGIN_S
+from deployments.app import DRAIN_MARGIN_S, INGRESS
 from deployments.logs import configure_logging
 from deployments.prepare import prepare, serve_configs
 from overlap_serve.errors import ConfigError, ModelLoadError
@@ -40,6 +41,7 @@ log = logging.getLogger(__name__)
 
 EXIT_OK, EXIT_FAILED, EXIT_CONFIG = 0, 1, 2
 POLL_S = 0.5
+ASK_TIMEOUT_S = 5.0
 
 
 class DeployFailed(Exception):
@@ -170,8 +172,14 @@ def last_line(text: str) -> str:
 
 
 def drain(client: Any, names: Sequence[str], signals: Signals, drain_s: float) -> None:
-    """Delete the applications: callers before callees, each after its open requests. Then Serve itself."""
+    """First the ingresses refuse what is new, while Serve still routes to them: a deleted application answers 404 at once. Then
+    delete the applications: callers before callees, each after its open requests. Then Serve itself."""
     log.info("stopping; open requests get %g s, another signal skips the wait", drain_s - DRAIN_MARGIN_S)
+    until_s = time.monotonic() + drain_s - DRAIN_MARGIN_S
+    while num_open(client, names) > 0 and time.monotonic() < until_s:
+        if signals.wait_second(POLL_S):
+            log.warning("not waiting for open requests any more")
+            return
     client.delete_apps(list(names), blocking=False)
     waited_s = 0.0
     while any(status.name in names for status in client.list_serve_statuses()) and waited_s < drain_s + DRAIN_MARGIN_S:
@@ -180,6 +188,19 @@ def drain(client: Any, names: Sequence[str], signals: Signals, drain_s: float) -
             return
         waited_s += POLL_S
     client.shutdown()
+
+
+def num_open(client: Any, names: Sequence[str]) -> int:
+    """Open requests of all ingresses, each of which refuses new ones from here on. None of an application that does not run."""
+    total = 0
+    for name in names:
+        try:
+            handle = client.get_handle(INGRESS, name, check_exists=False).options(_by_reference=False)
+            answers = handle.broadcast("drain").results(timeout_s=ASK_TIMEOUT_S, return_exceptions=True)
+            total += sum(answer for answer in answers if isinstance(answer, int))
+        except Exception as error:  # never deployed, or gone: the stop goes on
+            log.warning("application %s cannot be asked to drain: %s", name, type(error).__name__)
+    return total
 
 
 if __name__ == "__main__":

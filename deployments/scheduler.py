@@ -80,6 +80,9 @@ class OpenCalls:
                 future.set_exception(error)
 
     def __len__(self) -> int:
+    def rids(self) -> list[str]:
+        return [rid for rid, _ in self._waiting]
+
         return len(self._waiting)
 
 
@@ -164,7 +167,34 @@ class SchedulerReplica:
         return b""
 
     async def status(self) -> ReplicaStatus:
-        return self._pulse.status()
+        return msgspec.structs.replace(self._pulse.status(), pause=self._pause)
+
+    async def open_requests(self) -> tuple[str, list[str]]:
+        """This replica, and the ids of the requests that it will still end."""
+        return self._replica, self._calls.rids()
+
+    async def set_paused(self, state: PauseState) -> LoopAnswer:
+        """Take new requests, or not. A state that is older than the last one changes nothing."""
+        if state.at_ns <= self._pause.at_ns:
+            return LoopAnswer("")
+        self._pause = state  # before the order is sent, so that orders reach the loop as the states follow each other
+        answer = await self._orders.send("pause" if state.paused else "resume")
+        self._pulse.beat(await self._rank.status.remote())
+        return answer
+
+    async def flush(self, force: bool) -> LoopAnswer:
+        """Drop the prefix cache. force: end open requests first; without it, they are the reason to refuse."""
+        return await self._orders.send("flush", force=force)
+
+    async def start_profile(self) -> ProfileAnswer:
+        async with self._profiling:  # one thread of the rank at most waits for its profiler
+            answer: ProfileAnswer = await self._rank.start_profile.remote(self._config.profile_dir)
+        return answer
+
+    async def stop_profile(self) -> ProfileAnswer:
+        async with self._profiling:
+            answer: ProfileAnswer = await self._rank.stop_profile.remote()
+        return answer
 
     async def metrics_snapshot(self) -> bytes:
         """The rank's metrics in the Prometheus text format."""
@@ -215,17 +245,10 @@ class SchedulerReplica:
                     self._calls.end(message.rid, message.attempt)
 
     async def _watch(self) -> None:
-        """Ends the replica's process the moment its rank ends, for whatever reason but a drain."""
-        try:
-            await self._rank.run.remote()
-            reason = "its loop has ended"
-            expected = self._draining or self._stopping
-        except Exception as error:  # whatever it is, the engine is gone
-            reason = repr(error.cause) if isinstance(error, ray.exceptions.RayTaskError) else type(error).__name__
-            expected = self._stopping
-        if not expected:
-            log.error("%s: the rank died (%s); exiting with %d open requests", self._replica, reason, len(self._calls))
-            os._exit(1)
+        """Ends the replica's process the moment a rank is lost, for whatever reason but a drain."""
+        reason = await self._ranks.end()
+        if not self._stopping and (reason or not self._draining):
+            self._exit(reason or "the loop has ended")
         if len(self._calls):  # came after the loop's last look; or their `Ended` is still on its way
             await asyncio.sleep(ENDED_GRACE_S)
             self._calls.fail_all(draining_error())

@@ -124,6 +124,10 @@ class DetokenizerMetrics:
         self.open_streams = Gauge(
             "overlap_detokenizer_open_streams", "choices with text state", ["replica"], registry=registry
         ).labels(replica=replica)
+        late = "outputs of choices that had ended or were never opened, dropped"
+        self.late_outputs = Counter(
+            "overlap_detokenizer_late_outputs_total", late, ["replica"], registry=registry
+        ).labels(replica=replica)
 
 
 class TransportMetrics:
@@ -136,6 +140,10 @@ class TransportMetrics:
         self._dropped = Counter(
             "overlap_transport_dropped_total", "messages that could not be sent", ["replica", "hop"], registry=registry
         )
+        refused = "payloads that came with a wrong key or could not be read"
+        self._refused = Counter("overlap_transport_refused_total", refused, ["replica"], registry=registry).labels(
+            replica=replica
+        )
         self._replica = replica
 
     def sent(self, hop: str, count: int) -> None:
@@ -143,6 +151,9 @@ class TransportMetrics:
 
     def dropped(self, hop: str, count: int) -> None:
         self._dropped.labels(replica=self._replica, hop=hop).inc(count)
+
+    def refused(self) -> None:
+        self._refused.inc()
 
 
 def build_info(registry: CollectorRegistry, replica: str, *, torch: str = "", attention: str = "") -> None:

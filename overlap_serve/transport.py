@@ -30,6 +30,10 @@ def _ignore(hop: str, count: int) -> None:
     return None
 
 
+def _ignore_one() -> None:
+    return None
+
+
 class Receiver(Protocol):
     """What a loop needs of an inbox."""
 
@@ -46,10 +50,19 @@ class Inbox:
     """Receives messages; owned by one thread.
 
     address: "tcp://IP" binds a free port there; "ipc://..." and "inproc://..." bind as given. `endpoint` is what peers connect to.
+    refused: called for each payload that is.
     """
 
-    def __init__(self, address: str, key: bytes, context: zmq.Context[zmq.Socket[bytes]] | None = None) -> None:
+    def __init__(
+        self,
+        address: str,
+        key: bytes,
+        context: zmq.Context[zmq.Socket[bytes]] | None = None,
+        *,
+        refused: Callable[[], None] = _ignore_one,
+    ) -> None:
         self._key = key
+        self._refused = refused
         self._socket = (context or zmq.Context.instance()).socket(zmq.PULL)
         self._socket.setsockopt(zmq.LINGER, 0)
         self._socket.setsockopt(zmq.RCVHWM, SEND_HWM)
@@ -93,6 +106,7 @@ class Inbox:
         else:
             reason = "wrong application key"
         self.num_refused += 1
+        self._refused()
         log.warning("refused a message on %s: %s", self.endpoint, reason)
         return []
 

@@ -58,7 +58,8 @@ def test_every_name_of_the_table_is_there_and_none_has_a_colon() -> None:
         request_prefill_time_seconds_bucket request_decode_time_seconds_bucket prompt_tokens_total prompt_tokens_cached_total
         generation_tokens_total discarded_tokens_total kv_pages kv_usage_ratio prefix_cache_queries_total
         prefix_cache_hits_total preemptions_total step_seconds_bucket step_tokens_bucket host_hidden_ratio device_idle_ratio
-        last_step_age_seconds depth detokenizer_open_streams transport_messages_total transport_dropped_total build_info
+        last_step_age_seconds depth detokenizer_open_streams transport_messages_total transport_dropped_total
+        transport_refused_total detokenizer_late_outputs_total late_deltas_total build_info
     """.split()
     assert {f"overlap_{name}" for name in wanted} <= names
     assert not any(":" in name or name.endswith("_created") for name in names)

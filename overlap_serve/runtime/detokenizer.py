@@ -68,7 +68,7 @@ class DetokenizerService:
         self._detokenizer = Detokenizer(tokenizer)
         self._expected = Expected()
         self._key = key
-        self._inbox = Inbox(bind, key)
+        self._inbox = Inbox(bind, key, refused=hops.refused)
         self._outbox = Outbox(key, "detokenizer_ingress", sent=hops.sent, dropped=hops.dropped)
         self._ended = threading.Event()
         self.endpoint = self._inbox.endpoint
@@ -136,6 +136,8 @@ class DetokenizerService:
         for ingress, deltas in batch.items():
             self._send(ingress, deltas)
         return drain_s
+        self._metrics.late_outputs.inc(self._detokenizer.num_late - self._num_late_counted)
+        self._num_late_counted = self._detokenizer.num_late
 
     def _handle(self, output: TokenOutput, batch: Batch) -> None:
         try:

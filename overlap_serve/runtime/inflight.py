@@ -72,7 +72,7 @@ class InFlight:
         self._submit = submit
         self._metrics = metrics
         self._slow_client_s = slow_client_s
-        self._inbox = Inbox(bind, key)
+        self._inbox = Inbox(bind, key, refused=hops.refused)
         self._to_scheduler = Outbox(key, "ingress_scheduler", sent=hops.sent, dropped=hops.dropped)
         self._to_detokenizer = Outbox(key, "ingress_detokenizer", sent=hops.sent, dropped=hops.dropped)
         self._answers: dict[Answer, None] = {}  # open, in order of arrival

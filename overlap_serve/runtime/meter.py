@@ -90,6 +90,10 @@ class LoopMeter:
             self._publish(scheduler)
 
     def received(self) -> None:
+    def start(self, scheduler: Scheduler) -> None:
+        """Before the first round, which waits for a request: an engine that has had none shows its pages too."""
+        self._publish(scheduler)
+
         """The loop has waited for messages: idle time is not part of the round that begins now."""
         self._round_began = self.clock()
         self.progress.at = self._round_began

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 
 import pytest
 
 from overlap_serve.config import FakeModel
-from overlap_serve.messages import ReplicaStatus
+from overlap_serve.messages import AbortRequest, ReplicaStatus, TokenOutput
+from overlap_serve.transport import Outbox
 from tests.http.raw import CHAT, RawPost, chat_body
-from tests.http_rig import HttpRig, http_rig, samples
+from tests.http_rig import KEY, HttpRig, http_rig, samples
 
 FAKE = FakeModel(base_ms=2.0, max_model_len=4096)
 CONFIG = {"max_running_requests": 128, "kv_cache_tokens": 262_144}
@@ -197,3 +199,72 @@ def test_identity_holds_at_every_scrape_under_load(rig: HttpRig) -> None:
         list(pool.map(traffic, range(64)))
         done.set()
         assert scraper.result() > 0
+
+
+def rejected(rig: HttpRig) -> dict[str, int]:
+    """Refused requests by code."""
+    text = rig.do(rig.frontend.metrics_snapshot)
+    name = "overlap_requests_rejected_total"
+    return {labels["code"]: int(value) for found, labels, value in samples(text) if found == name}
+
+
+def test_a29_what_never_reaches_a_handler_is_counted_as_rejected() -> None:
+    """One series for each code, whatever the client writes into keys and paths."""
+    keys = {"api_keys": ["user"], "admin_api_keys": ["admin"]}
+    with http_rig(FAKE, **keys) as rig, rig.http(headers={"authorization": "Bearer user"}) as http:
+        for i in range(3):
+            assert http.post(CHAT, json=chat_body(), headers={"authorization": f"Bearer {i}"}).status_code == 401
+            assert http.get(f"/v1/nowhere/{i}").status_code == 404
+        assert http.post("/v1/abort", json={"all": True}).status_code == 403
+        assert http.get(CHAT).status_code == 405
+        assert http.post(CHAT, content=b"{}", headers={"content-type": "text/plain"}).status_code == 415
+        assert http.get("/health").status_code == http.get("/v1/models").status_code == 200
+        assert rejected(rig) == {
+            "invalid_api_key": 3,
+            "unknown_url": 3,
+            "insufficient_permissions": 1,
+            "method_not_allowed": 1,
+            "unsupported_media_type": 1,
+        }
+        assert rig.counters()["accepted"] == 0
+
+
+def total(rig: HttpRig, name: str) -> float:
+    """Of one metric, over all processes, read now."""
+    expositions = [rig.do(rig.frontend.metrics_snapshot), *rig.call(rig.cluster.metric_snapshots())]
+    return sum(value for text in expositions for found, _, value in samples(text) if found == name)
+
+
+def eventually(holds: Callable[[], bool]) -> None:
+    """Other threads count; asked from the test's own, because the event loop has to answer."""
+    pause = threading.Event()
+    assert any(holds() or pause.wait(0.01) for _ in range(500))
+
+
+def test_payloads_with_a_wrong_key_are_refused_and_counted(rig: HttpRig) -> None:
+    before = total(rig, "overlap_transport_refused_total")
+    stranger = Outbox(b"another application", "test")
+    for endpoint in (rig.frontend.endpoint, rig.worker.endpoint, rig.detokenizer.endpoint):
+        stranger.send(endpoint, [AbortRequest("r", "client")])
+    eventually(lambda: total(rig, "overlap_transport_refused_total") == before + 3)
+    stranger.close()
+
+
+def test_outputs_that_come_too_late_are_dropped_and_counted(rig: HttpRig) -> None:
+    name = "overlap_detokenizer_late_outputs_total"
+    before = total(rig, name)
+    outbox = Outbox(KEY, "test")
+    outbox.send(rig.detokenizer.endpoint, [TokenOutput("nobody", 0, 0, 1, (65,))])
+    eventually(lambda: total(rig, name) == before + 1)
+    outbox.close()
+
+
+def test_a29_pages_of_an_engine_that_has_had_no_request_add_up() -> None:
+    with http_rig(FAKE) as rig:
+        pages = {
+            labels["state"]: value
+            for name, labels, value in samples(rig.worker.metrics_snapshot())
+            if name == "overlap_kv_pages"
+        }
+        assert pages["owned"] == pages["cached"] == 0
+        assert pages["free"] * 16 >= rig.worker.capacity_tokens > 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -121,16 +122,25 @@ def test_both_work_while_no_engine_is_ready_and_report_ignored_fields(rig: HttpR
 
 
 def test_a31_megabytes_to_tokenize_do_not_hold_up_health(rig: HttpRig) -> None:
-    text = "a long text \u4e16 " * 80_000
+    """On the event loop, or with the GIL held, somebody who asks for health waits as long as a whole call takes. Both are measured in
+    the same run, so that a busy machine slows both."""
+    text = "a long text \u4e16 " * 50_000
     waits: list[float] = []
-    with rig.http() as http, ThreadPoolExecutor(3) as pool:
-        ids = ids_of(http, "/tokenize", {"prompt": text[:400_000]})["tokens"]
-        sent = [pool.submit(http.post, "/tokenize", json={"prompt": text}) for _ in range(2)]
-        sent.append(pool.submit(http.post, "/detokenize", json={"tokens": ids}))
+    with rig.http() as http, ThreadPoolExecutor(2) as pool:
+        sent = [pool.submit(seconds_of_post, rig, "/tokenize", {"prompt": text}) for _ in range(3)]
         while not all(future.done() for future in sent):
             begin = time.perf_counter()
             assert http.get("/health").status_code == 200
             waits.append(time.perf_counter() - begin)
-        assert [future.result().status_code for future in sent] == [200] * 3
-    # Client and server share this process, so the client's own work on megabytes of JSON is part of these times.
-    assert len(waits) > 3 and max(waits) < 0.5, (len(waits), max(waits))
+    quickest = min(future.result() for future in sent)
+    assert len(waits) > 8 and max(waits) < 0.5 * quickest, (len(waits), max(waits), quickest)
+
+
+def seconds_of_post(rig: HttpRig, path: str, body: dict[str, Any]) -> float:
+    """Until the answer begins; encoding the body and decoding the answer, both in this process, are not the server's."""
+    content = json.dumps(body).encode()
+    with rig.http() as http:
+        begin = time.perf_counter()
+        with http.stream("POST", path, content=content, headers={"content-type": "application/json"}) as answer:
+            assert answer.status_code == 200
+            return time.perf_counter() - begin

@@ -24,10 +24,11 @@ import psutil
 import pytest
 import ray
 import yaml
+from prometheus_client.parser import text_string_to_metric_families
 from ray import serve
 
 from deployments.app import build
-from overlap_serve.config import ServeConfig, parse_config
+from overlap_serve.config import HostFacts, ServeConfig, fake_facts, parse_config, resolve
 
 ROOT = Path(__file__).parents[2]
 APP_NAME = "test"
@@ -51,14 +52,19 @@ def serve_env() -> dict[str, str]:
     return env
 
 
-def eventually(holds: Callable[[], bool], timeout_s: float, what: str) -> float:
+def python_path() -> str:
+    """For workers: this checkout, and what this process was given."""
+    return os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH", "")]))
+
+
+def eventually(holds: Callable[[], bool], timeout_s: float, what: str | Callable[[], str]) -> float:
     """Seconds until it holds; fails the test when it never does. For conditions in other processes, which send no event."""
     begin = time.monotonic()
     while time.monotonic() - begin < timeout_s:
         if holds():
             return time.monotonic() - begin
         time.sleep(0.02)
-    pytest.fail(f"not within {timeout_s} s: {what}")
+    pytest.fail(f"not within {timeout_s} s: {what if isinstance(what, str) else what()}")
 
 
 class App:
@@ -70,6 +76,13 @@ class App:
         self.http = httpx.Client(base_url=url, timeout=60)
         self.openai = openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=60)
         self.model = config.model_name
+        host = HostFacts(num_cpus=2, bf16=False, cuda=False)
+        # Of the fake engine, whose pages are a matter of configuration alone.
+        self.num_pages = (
+            resolve(config, fake_facts(config.fake), host, "").num_pages * config.scheduler_replicas
+            if config.engine == "fake"
+            else 0
+        )
 
     def health(self) -> dict[str, object]:
         body: dict[str, object] = self.http.get("/health").json()
@@ -78,11 +91,36 @@ class App:
     def metrics(self) -> dict[str, float]:
         """Sums over all processes and labels, by sample name."""
         sums: dict[str, float] = {}
-        for line in self.http.get("/metrics").text.splitlines():
-            if line and not line.startswith("#"):
-                name = line.split("{")[0].split(" ")[0]
-                sums[name] = sums.get(name, 0.0) + float(line.rsplit(" ", 1)[1])
+        for name, _, value in self.samples():
+            sums[name] = sums.get(name, 0.0) + value
         return sums
+
+    def samples(self) -> list[tuple[str, dict[str, str], float]]:
+        """(name, labels, value) of all processes."""
+        families = text_string_to_metric_families(self.http.get("/metrics").text)
+        return [(sample.name, sample.labels, sample.value) for family in families for sample in family.samples]
+
+    def check_sums(self) -> None:
+        """At rest, within the second for which one exposition is reused: every request is counted once, and so is every page."""
+        self.wait_idle()
+        eventually(lambda: not self.wrong_sums(), 10, lambda: f"the sums of /metrics are right: {self.wrong_sums()}")
+
+    def wrong_sums(self) -> dict[str, object]:
+        """What http-api section 12 promises at rest and does not hold, with its parts."""
+        samples = self.samples()
+
+        def total(name: str, **labels: str) -> float:
+            return sum(value for n, of, value in samples if n == f"overlap_{name}" and labels.items() <= of.items())
+
+        ends = {end: total(f"requests_{end}_total") for end in ("finished", "aborted", "failed")}
+        open_ = {name: total(name) for name in ("open_requests", "running_requests", "detokenizer_open_streams")}
+        pages = {state: total("kv_pages", state=state) for state in ("free", "cached", "owned")}
+        wrong: dict[str, object] = {name: value for name, value in open_.items() if value}
+        if total("requests_accepted_total") != sum(ends.values()):
+            wrong["requests"] = (total("requests_accepted_total"), ends)
+        if pages["owned"] or sum(pages.values()) != self.num_pages:
+            wrong["pages"] = (self.num_pages, pages)
+        return wrong
 
     def completion(self, **body: object) -> dict[str, object]:
         return {"model": self.model, "prompt": "hello", "temperature": 0, "ignore_eos": True, **body}
@@ -121,7 +159,7 @@ def cluster_url() -> Iterator[str]:
         object_store_memory=80 * 1024 * 1024,
         _temp_dir=folder,
         log_to_driver=False,
-        runtime_env={"env_vars": serve_env() | {"RAY_USAGE_STATS_ENABLED": "0", "PYTHONPATH": str(ROOT)}},
+        runtime_env={"env_vars": serve_env() | {"RAY_USAGE_STATS_ENABLED": "0", "PYTHONPATH": python_path()}},
     )
     serve.start(http_options={"host": "127.0.0.1", "port": port})
     yield f"http://127.0.0.1:{port}"

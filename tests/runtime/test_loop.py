@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import itertools
-import statistics
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import pytest
 
@@ -74,19 +73,29 @@ def burn(seconds: float) -> None:
 
 
 class SlowHost(Scheduler):
-    """The timeline of the seed: 2 ms to prepare a step, 3 ms to process its results."""
+    """The timeline of the seed: 2 ms to prepare a step, 3 ms to process its results. host_s: what both really took, in all."""
+
+    host_s = 0.0
 
     def plan(self, now: float) -> StepPlan | None:
-        burn(0.002)
-        return super().plan(now)
+        with self._counted():
+            burn(0.002)
+            return super().plan(now)
 
     def apply(self, result: StepResult, now: float) -> Outputs:
-        burn(0.003)
-        return super().apply(result, now)
+        with self._counted():
+            burn(0.003)
+            return super().apply(result, now)
+
+    @contextmanager
+    def _counted(self) -> Iterator[None]:
+        begin = time.perf_counter()
+        yield
+        self.host_s += time.perf_counter() - begin
 
 
 def make_loop(
-    inbox: QueueInbox, outbox: Collector, depth: int, scheduler: type[Scheduler] = Scheduler, step_s: float = 0.0
+    inbox: QueueInbox, outbox: Collector, depth: int, scheduler: Scheduler | None = None, step_s: float = 0.0
 ) -> tuple[OverlapLoop, FakeEngine]:
     limits: Limits = make_limits()
     engine = FakeEngine(
@@ -98,27 +107,34 @@ def make_loop(
         step_s=lambda num_tokens: step_s,
     )
     meter = LoopMeter(device_busy_s=engine.device_busy_s)
-    loop = OverlapLoop(scheduler(limits, NoPrefixCache()), engine, inbox, outbox, meter, depth=depth, control="control")
+    scheduler = scheduler or Scheduler(limits, NoPrefixCache())
+    loop = OverlapLoop(scheduler, engine, inbox, outbox, meter, depth=depth, control="control")
     return loop, engine
 
 
-def median_step_s(depth: int) -> float:
+def hidden_share(depth: int) -> float:
+    """Which part of the host's work took no time beside the device's, both as measured: 1 - (whole - device) / host."""
     stamps: list[float] = []
     inbox = QueueInbox([make_request("r", [1, 2, 3], 60), Stop(drain_s=60.0)])
-    loop, engine = make_loop(
-        inbox, Collector(lambda output: stamps.append(time.perf_counter())), depth, SlowHost, 0.010
-    )
+    collector = Collector(lambda output: stamps.append(time.perf_counter()))
+    host = SlowHost(make_limits(), NoPrefixCache())
+    loop, engine = make_loop(inbox, collector, depth, host, 0.010)
+    begin = time.perf_counter()
     loop.run()
+    whole_s = time.perf_counter() - begin
     engine.close()
     assert len(stamps) == 60
-    return statistics.median(b - a for a, b in itertools.pairwise(stamps))
+    return 1 - (whole_s - engine.device_busy_s()) / host.host_s
 
 
 def test_overlap_hides_the_host_15_ms_a_step_at_depth_0_and_10_ms_at_depth_1() -> None:
-    """10 ms device, 2 ms prepare, 3 ms process; within 10 %. Up to ten tries, because others may use the machine's two cores."""
-    for depth, expected_s in ((0, 0.015), (1, 0.010)):
-        tries = (median_step_s(depth) for _ in range(10))
-        assert any(measured == pytest.approx(expected_s, rel=0.1) for measured in tries), f"depth {depth}"
+    """10 ms device, 2 ms prepare, 3 ms process: nothing of the 5 ms is hidden at depth 0, nearly all at depth 1. Several tries at
+    depth 1, because others may use the machine's two cores; none at depth 0, where that hides nothing."""
+    assert hidden_share(0) < 0.1
+    tries = [hidden_share(1)]
+    while max(tries) < 0.8 and len(tries) < 10:
+        tries.append(hidden_share(1))
+    assert max(tries) >= 0.8, tries
 
 
 def run_in_thread(loop: OverlapLoop) -> tuple[threading.Thread, list[BaseException]]:
@@ -201,7 +217,7 @@ def test_a09_pages_that_do_not_add_up_at_rest_are_said_counted_and_repaired(capl
         lambda output: inbox.put(Stop(drain_s=60.0)) if output.rid == "second" and output.finish else None
     )
     inbox = QueueInbox([make_request("first", [1] * 40, 3)])
-    loop, engine = make_loop(inbox, outbox, 1, Leaky)
+    loop, engine = make_loop(inbox, outbox, 1, Leaky(make_limits(), NoPrefixCache()))
     thread, errors = run_in_thread(loop)
     inbox.put(make_request("second", [1] * 40, 3))
     thread.join(10)
