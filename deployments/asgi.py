@@ -20,7 +20,14 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from overlap_serve.errors import InternalError, NotAuthenticated, PermissionDenied, RequestError, RequestTooLarge
+from overlap_serve.errors import (
+    InternalError,
+    NotAuthenticated,
+    PermissionDenied,
+    RequestError,
+    RequestTooLarge,
+    UnsupportedMediaType,
+)
 from overlap_serve.openai.protocol import is_request_id
 
 log = logging.getLogger(__name__)
@@ -114,13 +121,14 @@ def matches(keys: Sequence[bytes], given: Sequence[bytes]) -> bool:
 class Gate:
     """Outermost middleware: request id on every response, keys, and an envelope for what nobody caught.
 
-    keys: see `Keys`.
+    keys: see `Keys`. refused: counts what it turns away.
     host_labels: the server around us appends the request's own `x-request-id` to every response, as Ray Serve does; a second one
     with the same value would reach the client as "id, id".
     """
 
-    def __init__(self, app: ASGIApp, keys: Keys, host_labels: bool) -> None:
+    def __init__(self, app: ASGIApp, keys: Keys, refused: Callable[[RequestError], None], host_labels: bool) -> None:
         self._app = app
+        self._refused = refused
         self._host_labels = host_labels
         self._keys = keys
 
@@ -128,7 +136,6 @@ class Gate:
         if scope["type"] != "http":
             return await self._app(scope, receive, send)
         headers = Headers(scope=scope)
-        self._refused = refused
         state = scope.setdefault("state", {})
         given = headers.get("x-request-id", "")
         state["request_id"] = given if is_request_id(given) else f"req-{uuid.uuid4().hex}"
@@ -146,6 +153,7 @@ class Gate:
             self._keys.check(scope["path"].removeprefix(scope.get("root_path", "")), headers)
             await self._app(scope, receive, send_labelled)
         except (NotAuthenticated, PermissionDenied) as error:
+            self._refused(error)
             await error_response(error)(scope, receive, send_labelled)
         except Exception:
             if started:
@@ -153,7 +161,18 @@ class Gate:
             log.exception("request %s: %s %s failed", state["request_id"], scope["method"], scope["path"])
             bug = InternalError("the server failed on this request; its log has the reason under the request id")
             await error_response(bug)(scope, receive, send_labelled)
-            self._refused(error)
+
+
+def check_media_type(request: Request) -> None:
+    """Raises UnsupportedMediaType unless the body is declared as JSON."""
+    media_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    if media_type != "application/json":
+        raise UnsupportedMediaType("the body must be JSON, declared as content-type: application/json")
+
+
+def ignored_header(fields: Sequence[str]) -> dict[str, str]:
+    """Names of fields that had no effect, for the response."""
+    return {"x-ignored-fields": ",".join(fields)} if fields else {}
 
 
 async def read_body(request: Request, limit: int) -> bytes:

@@ -10,13 +10,15 @@ from __future__ import annotations
 import asyncio
 import contextvars
 import logging
+import time
 from typing import Any, Generic, NamedTuple, TypeVar
 
 import ray
 from ray.serve.exceptions import DeploymentUnavailableError
 
 from overlap_serve.errors import ServerUnavailable
-from overlap_serve.messages import ReplicaStatus
+from overlap_serve.messages import LoopAnswer, PauseState, ReplicaStatus
+from overlap_serve.runtime.control import Heard, ProfileAnswer
 
 log = logging.getLogger(__name__)
 
@@ -24,6 +26,7 @@ REFRESH_S = 1.0
 FIRST_REFRESH_S = 0.1  # until the application has been seen complete once
 ASK_TIMEOUT_S = 5.0
 PROBE_TIMEOUT_S = 1.0
+PROFILE_TIMEOUT_S = 120.0  # writing the file of a minute's events takes its time
 KEEP_ROUNDS = 3
 
 T = TypeVar("T")
@@ -34,10 +37,15 @@ class SchedulerStalled(ServerUnavailable):
 
 
 class Answers(NamedTuple):
-    """Of a deployment's replicas. late: some gave none in time; without it, who is not here is gone."""
+    """Of a deployment's replicas. late: some gave none in time; without it, who is not here is gone. asked: number of replicas."""
 
     given: list[object]
     late: bool
+    asked: int = 0
+
+    def heard(self, kind: type[T]) -> Heard[T]:
+        answers = [answer for answer in self.given if isinstance(answer, kind)]
+        return Heard(answers, max(self.asked - len(answers), int(self.late)))
 
 
 class LastHeard(Generic[T]):
@@ -71,6 +79,9 @@ class ServeCluster:
         self._replicas: list[ReplicaStatus] = []
         self._detokenizers: list[str] = []
         self._leaving: list[str] = []
+        self._leaving_schedulers: list[str] = []
+        self._pause = PauseState()
+        self._refreshing = asyncio.Lock()
         self._task: asyncio.Task[None] | None = None
 
     def replicas(self) -> list[ReplicaStatus]:
@@ -79,12 +90,17 @@ class ServeCluster:
     def detokenizers(self) -> list[str]:
         return self._detokenizers
 
-        self._leaving_schedulers: list[str] = []
-        self._pause = PauseState()
-        self._refreshing = asyncio.Lock()
     def leaving_detokenizers(self) -> list[str]:
         """Serve has stopped them and lists them no more, but they wait for their open streams."""
         return self._leaving
+
+    async def held_requests(self) -> set[str] | None:
+        """Ids of the requests that schedulers have open. None when one that may have some has not said: it is late, or leaving."""
+        answers = await ask(self._scheduler, "open_requests")
+        held: dict[str, list[str]] = dict(answer for answer in answers.given if isinstance(answer, tuple))
+        if self._leaving_schedulers or not {status.replica for status in self._replicas} <= held.keys():
+            return None
+        return {rid for rids in held.values() for rid in rids}
 
     async def metric_snapshots(self) -> list[bytes]:
         """Prometheus texts of every other process of the application."""
@@ -94,23 +110,55 @@ class ServeCluster:
             ask(self._ingress, "metrics_snapshot", self._replica),
         )
         return [snapshot for group in groups for snapshot in group.given if isinstance(snapshot, bytes)]
-    async def held_requests(self) -> set[str] | None:
-        """Ids of the requests that schedulers have open. None when one that may have some has not said: it is late, or leaving."""
-        answers = await ask(self._scheduler, "open_requests")
-        held: dict[str, list[str]] = dict(answer for answer in answers.given if isinstance(answer, tuple))
-        if self._leaving_schedulers or not {status.replica for status in self._replicas} <= held.keys():
-            return None
-        return {rid for rids in held.values() for rid in rids}
-
 
     async def abort_everywhere(self, label: str | None) -> int:
         """Abort at all other ingress replicas the requests with this client request id (None: all). The sum of their numbers."""
         numbers = await ask(self._ingress, "abort", label, self._replica)
         return sum(number for number in numbers.given if isinstance(number, int))
 
+    async def flush(self, force: bool) -> Heard[LoopAnswer]:
+        return (await ask(self._scheduler, "flush", force)).heard(LoopAnswer)
+
+    async def start_profile(self) -> Heard[ProfileAnswer]:
+        return (await ask(self._scheduler, "start_profile", timeout_s=PROFILE_TIMEOUT_S)).heard(ProfileAnswer)
+
+    async def stop_profile(self) -> Heard[ProfileAnswer]:
+        return (await ask(self._scheduler, "stop_profile", timeout_s=PROFILE_TIMEOUT_S)).heard(ProfileAnswer)
+
+    # -- pause: the newest state holds. Whoever knows a newer one passes it on: this replica to schedulers, in every round, and
+    # schedulers in their status to ingress replicas. So it outlives any process but all of them at once.
+
+    def paused(self) -> bool:
+        return self._pause.paused
+
+    async def set_paused(self, paused: bool) -> Heard[LoopAnswer]:
+        """When it returns, all replicas act on it. New requests are refused first where they arrive, and taken there last."""
+        self.learn(PauseState(max(time.time_ns(), self._pause.at_ns + 1), paused))
+        state = self._pause
+        if paused:
+            await ask(self._ingress, "learn_pause", state, self._replica)
+        answers = await ask(self._scheduler, "set_paused", state)
+        if not paused:
+            await ask(self._ingress, "learn_pause", state, self._replica)
+        await self.refresh()
+        return answers.heard(LoopAnswer)
+
+    def learn(self, state: PauseState) -> None:
+        """What another process knows."""
+        if state.at_ns > self._pause.at_ns:
+            self._pause = state
+
+    async def _pass_on_pause(self) -> None:
+        for status in self._replicas:
+            self.learn(status.pause)
+        if any(status.pause.at_ns < self._pause.at_ns for status in self._replicas):
+            await ask(self._scheduler, "set_paused", self._pause)
+
+    # -- rounds
+
     async def start(self) -> None:
         """First round, then rounds in the background."""
-        await self._refresh()
+        await self.refresh()
         self._task = asyncio.create_task(self._keep_fresh())
 
     async def close(self) -> None:
@@ -129,15 +177,23 @@ class ServeCluster:
                 )
             await asyncio.sleep(REFRESH_S if seen_complete else FIRST_REFRESH_S)
             try:
-                await self._refresh()
+                await self.refresh()
             except Exception:  # one bad round must not end all later ones
                 log.exception("could not refresh the state of the application")
+
+    async def refresh(self) -> None:
+        """What it learns is not older than the call."""
+        async with self._refreshing:
+            await self._refresh()
+            await self._pass_on_pause()
 
     async def _refresh(self) -> None:
         statuses, endpoints = await asyncio.gather(ask(self._scheduler, "status"), ask(self._detokenizer, "endpoint"))
         self._statuses.update({s.replica: s for s in statuses.given if isinstance(s, ReplicaStatus)}, statuses.late)
         self._endpoints.update({e: e for e in endpoints.given if isinstance(e, str)}, endpoints.late)
+        before = {status.endpoint for status in self._replicas}
         self._replicas = self._statuses.all()
+        unlisted = {*before, *self._leaving_schedulers} - {status.endpoint for status in self._replicas}
         now = set(self._endpoints.all())
         self._leaving, self._leaving_schedulers = await asyncio.gather(
             listening({*self._detokenizers, *self._leaving} - now), listening(unlisted)
@@ -145,7 +201,7 @@ class ServeCluster:
         self._detokenizers = sorted(now)
 
 
-async def ask(handle: Any, method: str, *args: str | None) -> Answers:
+async def ask(handle: Any, method: str, *args: object, timeout_s: float = ASK_TIMEOUT_S) -> Answers:
     """What all replicas answer; nothing when the deployment has none.
 
     A fresh context: the call belongs to no HTTP request and must not be cancelled with one (RAY.md C, pitfall 2).
@@ -161,7 +217,7 @@ async def ask(handle: Any, method: str, *args: str | None) -> Answers:
     tasks = [asyncio.ensure_future(result.get_async()) for result in pending]
     if not tasks:
         return Answers([], late=False)
-    done, late = await asyncio.wait(tasks, timeout=ASK_TIMEOUT_S)
+    done, late = await asyncio.wait(tasks, timeout=timeout_s)
     for task in late:
         task.cancel()
     given = [task.result() for task in tasks if task in done and not task.cancelled() and task.exception() is None]
@@ -191,4 +247,3 @@ def replica_is_stopping() -> bool:
     worker = ray._private.worker.global_worker
     actor = worker.actors[worker.actor_id]
     return bool(actor._replica_impl._shutting_down)
-        unlisted = {*before, *self._leaving_schedulers} - {status.endpoint for status in self._replicas}

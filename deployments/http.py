@@ -5,7 +5,8 @@ No Ray. `build_http_app` is called inside the ingress replica, and by tests.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import functools
+from collections.abc import Mapping
 from typing import Any, Literal
 
 from fastapi import FastAPI, Request
@@ -21,13 +22,16 @@ from deployments.asgi import (
     Gate,
     JsonResponse,
     Keys,
+    check_media_type,
     disconnected,
     error_response,
+    ignored_header,
     read_body,
     request_id,
     set_request_id,
     until,
 )
+from deployments.control import CONTROL_BODIES, CONTROL_PATHS, add_control_routes
 from overlap_serve import __version__
 from overlap_serve.config import ServeConfig
 from overlap_serve.errors import (
@@ -36,27 +40,25 @@ from overlap_serve.errors import (
     MethodNotAllowed,
     NotFound,
     RequestError,
-    UnsupportedMediaType,
 )
-from overlap_serve.openai.fields import ServedRequest
-from overlap_serve.openai.protocol import ChatRequest, CompletionRequest, parse_json, parse_timeout_ms
+from overlap_serve.openai.fields import JsonObject
+from overlap_serve.openai.protocol import ChatRequest, CompletionRequest, parse_timeout_ms
 from overlap_serve.openai.tokenization import DetokenizeRequest, TokenizeChat, TokenizeText
 from overlap_serve.runtime.frontend import Call, Frontend
 from overlap_serve.runtime.prepare import Answered, Body
 from overlap_serve.runtime.reply import Reply
 
 HEALTH_PATHS = ("/health", "/health/ready", "/health/live", "/health/startup")
-ADMIN_PATHS = ("/v1/abort",)
-CONTROL_BODY_BYTES = 64 * 1024
 METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 Kind = Literal["chat", "completion"]
 SCHEMA_REF = "#/components/schemas/{model}"
-BODIES: tuple[type[ServedRequest], ...] = (
+BODIES: tuple[type[JsonObject], ...] = (
     ChatRequest,
     CompletionRequest,
     TokenizeText,
     TokenizeChat,
     DetokenizeRequest,
+    *CONTROL_BODIES,
 )
 
 
@@ -81,16 +83,17 @@ def build_http_app(frontend: Frontend, *, host_labels: bool = False) -> FastAPI:
             f"{prefix}/detokenize", routes.detokenize, methods=["POST"], openapi_extra=_body_of(DetokenizeRequest)
         )
     app.add_api_route("/v1/embeddings", routes.embeddings, methods=["POST"])
-    app.add_api_route("/v1/abort", routes.abort, methods=["POST"])
+    add_control_routes(app, frontend, _body_of)
     for path in HEALTH_PATHS:
         handler = {"/health/live": routes.live, "/health/startup": routes.startup}.get(path, routes.ready)
         app.add_api_route(path, handler, methods=["GET", "HEAD"], include_in_schema=False)
         app.add_api_route(path, handler, methods=["GET"])  # for the schema only: one route, one operation
+    app.add_api_route("/health/generate", routes.generate, methods=["GET", "HEAD"], include_in_schema=False)
     app.add_api_route("/version", routes.version, methods=["GET"])
     app.add_api_route("/load", routes.load, methods=["GET"])
     app.add_api_route("/metrics", routes.metrics, methods=["GET"])
     app.add_exception_handler(RequestError, _on_request_error)
-    app.add_exception_handler(HTTPException, _on_http_exception)
+    app.add_exception_handler(HTTPException, functools.partial(_on_http_exception, frontend))
     app.add_exception_handler(RequestValidationError, _on_validation_error)
     app.add_exception_handler(ClientGone, _on_client_gone)
     app.add_middleware(Gate, keys=_keys(frontend.config), refused=frontend.reject, host_labels=host_labels)
@@ -99,7 +102,7 @@ def build_http_app(frontend: Frontend, *, host_labels: bool = False) -> FastAPI:
 
 def _keys(config: ServeConfig) -> Keys:
     open_paths = HEALTH_PATHS if config.protect_metrics else (*HEALTH_PATHS, "/metrics", "/version")
-    return Keys(config.api_keys, config.admin_api_keys, open_paths, ADMIN_PATHS)
+    return Keys(config.api_keys, config.admin_api_keys, open_paths, CONTROL_PATHS)
 
 
 class _Routes:
@@ -137,18 +140,6 @@ class _Routes:
         """Always refused: the model generates."""
         self._frontend.embed(await self._body(request, self._config.max_body_bytes))
 
-    async def abort(self, request: Request) -> Response:
-        """Abort requests, wherever they run: `{"request_id": "..."}`, or `{"all": true}`. Needs an admin key if there are keys."""
-        fields = parse_json(await self._body(request, CONTROL_BODY_BYTES))
-        label = fields.get("request_id")
-        if fields.get("all") is True and label is None:
-            return JsonResponse({"aborted": await self._frontend.abort_everywhere(None)})
-        if not isinstance(label, str):
-            raise InvalidRequest(
-                'send {"request_id": "..."} or {"all": true}', code="missing_required_parameter", param="request_id"
-            )
-        return JsonResponse({"aborted": await self._frontend.abort_everywhere(label)})
-
     async def ready(self) -> Response:
         """200 while this server would take a request."""
         return _health(*self._frontend.health_ready())
@@ -160,6 +151,10 @@ class _Routes:
     async def startup(self) -> Response:
         """200 once this server has been ready."""
         return _health(*self._frontend.health_startup())
+
+    async def generate(self) -> Response:
+        """200 when the engine makes a token in time."""
+        return _health(*await self._frontend.health_generate())
 
     async def load(self) -> Response:
         """How busy the engines are."""
@@ -199,25 +194,19 @@ class _Routes:
         started.append(reply)
         set_request_id(request, reply.label)
         await reply.first()
-        headers = _ignored(reply.request.ignored_fields)
+        headers = ignored_header(reply.request.ignored_fields)
         if not reply.request.stream:
             return JsonResponse(await reply.body(), headers=headers)
         events = reply.events(self._config.sse_ping_s)
         return EventStream(events, reply.close, self._config.slow_client_timeout, headers)
 
     async def _body(self, request: Request, limit: int) -> bytes:
-        media_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
-        if media_type != "application/json":
-            raise UnsupportedMediaType("the body must be JSON, declared as content-type: application/json")
+        check_media_type(request)
         return await read_body(request, limit)
 
 
-def _ignored(fields: Sequence[str]) -> dict[str, str]:
-    return {"x-ignored-fields": ",".join(fields)} if fields else {}
-
-
 def _answered(answered: Answered) -> Response:
-    return Response(answered.body, headers=_ignored(answered.ignored_fields), media_type="application/json")
+    return Response(answered.body, headers=ignored_header(answered.ignored_fields), media_type="application/json")
 
 
 def _health(status: int, body: Mapping[str, object]) -> Response:
@@ -232,9 +221,11 @@ async def _on_request_error(request: Request, error: Exception) -> Response:
     return error_response(error)
 
 
-async def _on_http_exception(request: Request, error: Exception) -> Response:
+async def _on_http_exception(frontend: Frontend, request: Request, error: Exception) -> Response:
     """What the router found: no such path, or not with this method."""
     assert isinstance(error, HTTPException)
+    headers = dict(error.headers or {})
+    refused: RequestError
     if error.status_code == 404:
         refused, headers = NotFound("there is no such route; /docs lists them", code="unknown_url"), {}
     elif error.status_code == 405:
@@ -268,7 +259,7 @@ class _Api(FastAPI):
         return schema
 
 
-def _body_of(*models: type[ServedRequest]) -> dict[str, Any]:
+def _body_of(*models: type[JsonObject]) -> dict[str, Any]:
     references: list[dict[str, Any]] = [{"$ref": SCHEMA_REF.format(model=model.__name__)} for model in models]
     schema = references[0] if len(references) == 1 else {"anyOf": references}
     return {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}}

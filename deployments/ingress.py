@@ -10,7 +10,8 @@ import contextvars
 import logging
 import time
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Awaitable, Callable, Iterable
+from dataclasses import dataclass
 from typing import Any
 
 import ray
@@ -24,10 +25,10 @@ from deployments.http import build_http_app
 from deployments.keys import application_key
 from deployments.logs import configure_logging
 from deployments.metrics import MetricsBridge
-from overlap_serve.config import ServeConfig
 from deployments.poller import keep_grpc_polling
+from overlap_serve.config import ServeConfig
 from overlap_serve.errors import QueueFull, RequestError, ServerUnavailable
-from overlap_serve.messages import GenerateRequest, encode
+from overlap_serve.messages import GenerateRequest, PauseState, encode
 from overlap_serve.runtime.frontend import Frontend
 from overlap_serve.runtime.model import model_facts, text_model
 
@@ -38,7 +39,6 @@ RETRY_AFTER_S = 1.0
 NOTE_AFTER_S = 0.5
 STALLED_RETRIES = 5
 STALLED_PAUSE_S = 0.05
-
 LOOK_S = 2.0
 OLD_S = 10.0  # a younger call may still be on its way to a scheduler
 
@@ -53,6 +53,7 @@ class OpenCall:
         self.lost = True
         self.response.cancel()
 
+
 class SchedulerCalls:
     """Implements `runtime.frontend.Submit`: the open unary call of a request.
 
@@ -63,8 +64,8 @@ class SchedulerCalls:
     def __init__(self, scheduler: Any) -> None:
         self._generate = scheduler.generate
         self._failures: Counter[str] = Counter()
-
         self._open: dict[str, OpenCall] = {}
+
     async def __call__(self, request: GenerateRequest) -> None:
         """Returns when the scheduler is done with the request. Raises a RequestError when it never will be.
 
@@ -79,10 +80,12 @@ class SchedulerCalls:
 
     async def _call(self, request: GenerateRequest) -> None:
         response = contextvars.Context().run(self._generate.remote, encode([request]))
-        try:
         call = self._open[request.rid] = OpenCall(response, time.monotonic())
+        try:
             await response
         except asyncio.CancelledError:
+            if call.lost:
+                raise as_request_error(ConnectionError("the scheduler is gone")) from None
             response.cancel()
             raise
         except Exception as error:
@@ -92,9 +95,6 @@ class SchedulerCalls:
             if known.code == ServerUnavailable.code:
                 self._note(error)
             raise known from error
-
-    def _note(self, error: Exception) -> None:
-        """One line for all the calls that fail together, when a replica dies (Ray #61219: a traceback for each)."""
         finally:
             del self._open[request.rid]
 
@@ -125,6 +125,9 @@ class SchedulerCalls:
         for rid in lost:
             self._open[rid].lose()
         return missing - lost
+
+    def _note(self, error: Exception) -> None:
+        """One line for all the calls that fail together, when a replica dies (Ray #61219: a traceback for each)."""
         if not self._failures:
             asyncio.get_running_loop().call_later(NOTE_AFTER_S, self._log_failures)
         self._failures[type(error).__name__] += 1
@@ -157,19 +160,20 @@ class IngressReplica:
     async def __init__(self, config: ServeConfig, scheduler: Any, detokenizer: Any) -> None:  # type: ignore[misc]  # Ray awaits it
         self._built = False
         configure_logging()
+        keep_grpc_polling()
         context = serve.get_replica_context()
         self._replica = context.replica_tag
         self._drain_timeout_s = config.drain_timeout
+        self._drain_began_s: float | None = None
         own = serve.get_deployment_handle(context.deployment, context.app_name)
         calls, pool, peers = (h.options(_by_reference=False) for h in (scheduler, detokenizer, own))
         self._cluster = ServeCluster(calls, pool, peers, context.replica_tag)
         self._registry = CollectorRegistry()
-        self._drain_began_s: float | None = None
+        submit = SchedulerCalls(calls)
         text = await asyncio.to_thread(text_model, config)
         self._frontend = Frontend(
             config,
             text,
-        submit = SchedulerCalls(calls)
             await asyncio.to_thread(model_facts, config),
             bind=f"tcp://{ray.util.get_node_ip_address()}",
             key=application_key(context.app_name),
@@ -180,11 +184,11 @@ class IngressReplica:
         )
         await self._cluster.start()
         await self._frontend.start()
+        self._watch_task = asyncio.create_task(submit.watch(self._cluster.held_requests))
         self._stop_task = asyncio.create_task(self._drain_when_stopping())
         bridge = MetricsBridge(self._families, context.deployment, context.app_name)
         self._bridge_task = asyncio.create_task(bridge.run())
         self._built = True
-        self._watch_task = asyncio.create_task(submit.watch(self._cluster.held_requests))
 
     def __serve_build_asgi_app__(self) -> FastAPI:
         """Called by Serve in the replica, after the constructor."""
@@ -198,10 +202,6 @@ class IngressReplica:
         """`Frontend.abort` for another ingress replica; nothing for itself, which has done it."""
         return 0 if asking == self._replica else self._frontend.abort(label)
 
-    async def __del__(self) -> None:
-        """Called by Serve when the replica has drained."""
-        if not self._built:
-            return  # the constructor has failed, and said why
     async def learn_pause(self, state: PauseState, asking: str) -> None:
         """From another ingress replica, which an administrator has told; the one that asks knows."""
         if asking != self._replica:
@@ -214,13 +214,17 @@ class IngressReplica:
         self._begin_drain()
         return self._frontend.num_open
 
+    async def __del__(self) -> None:
+        """Called by Serve when the replica has drained."""
+        if not self._built:
+            return  # the constructor has failed, and said why
         await self._stop_task
         self._bridge_task.cancel()
+        self._watch_task.cancel()
         await self._cluster.close()
 
     async def _families(self) -> Iterable[Metric]:
         return self._registry.collect()
-        keep_grpc_polling()
 
     async def _drain_when_stopping(self) -> None:
         """Serve waits for open requests but tells nobody; refuse new ones at once and end the rest after drain_timeout."""

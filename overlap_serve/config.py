@@ -144,6 +144,14 @@ class ServeConfig(_Strict):
     @model_validator(mode="after")
     def _consistent(self) -> ServeConfig:
         if problems := list(self._contradictions()):
+    # -- operation
+    health_generate: bool = Field(
+        default=False, description="answer /health/generate, which makes one token to see that the engine can"
+    )
+    profile_dir: str | None = Field(
+        default=None, description="folder on the nodes of the ranks for what /start_profile records; none: no profiling"
+    )
+
             raise ValueError("; ".join(problems))
         return self
 

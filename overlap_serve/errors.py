@@ -11,6 +11,7 @@
         PermissionDenied      403
         DeadlineExceeded      408, before any output
         RequestAborted        409, aborted by id before any output
+        Conflict              409, a control route that cannot act now
         RequestTooLarge       413
         UnsupportedMediaType  415
         QueueFull             429 + Retry-After
@@ -132,6 +133,14 @@ class RequestAborted(RequestError):
     type = "aborted_error"
     code = "request_aborted"
     should_retry = False
+
+
+class Conflict(RequestError):
+    """What a control route was asked for cannot be done in the state that the server is in."""
+
+    http_status = 409
+    type = "conflict_error"
+    code = "busy"
 
 
 class RequestTooLarge(InvalidRequest):

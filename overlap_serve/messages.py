@@ -7,6 +7,8 @@ during a rolling update. One request, one direction:
     ingress --AbortRequest--> scheduler and detokenizer     the only edge against the stream
     ingress --Expect--> detokenizer                         so that it does not leave while the request waits
     scheduler --Ended--> the scheduler replica's control plane, which completes the open Serve call
+    control plane --LoopOrder--> scheduler --LoopAnswer--> control plane      what an administrator wants of the loop
+    rank 0 --StepPlan--> the other ranks of its engine     each plan, in order
 """
 
 from __future__ import annotations
@@ -46,6 +48,8 @@ class GenerateRequest(msgspec.Struct, frozen=True, array_like=True, tag="generat
     prompt: int32 bytes (`pack_ids`). generated: per choice, tokens already made by an earlier attempt (int32 bytes), empty on the first.
     timeout_s: seconds left until the deadline when sent, or None. priority: lower first.
     """
+    continued: part of an HTTP request that was accepted before, so a pause does not refuse it. probe: made by the server itself to
+    see that the engine works; in no count of tokens or requests.
 
     rid: str
     attempt: int
@@ -59,6 +63,8 @@ class GenerateRequest(msgspec.Struct, frozen=True, array_like=True, tag="generat
     cache_salt: str = ""
     generated: tuple[bytes, ...] = ()
 
+    continued: bool = False
+    probe: bool = False
     def __post_init__(self) -> None:
         """Shape only; ValueError, so that a decoder refuses a message that no process of ours has sent."""
         if self.n < 1 or len(self.generated) not in (0, self.n):
@@ -170,6 +176,35 @@ class Ended(msgspec.Struct, frozen=True, array_like=True, tag="ended"):
 
 
 class ReplicaStatus(msgspec.Struct, frozen=True, array_like=True):
+class LoopOrder(msgspec.Struct, frozen=True, array_like=True, tag="order"):
+    """What an administrator wants of a scheduler's loop; it answers each with a `LoopAnswer` of the same id.
+
+    flush: drop the prefix cache; with `force` all open requests end first, with abort/api. pause: refuse new requests, go on with
+    the open ones. resume: take them again.
+    """
+
+    id: str
+    action: Literal["flush", "pause", "resume"]
+    force: bool = False
+
+
+class LoopAnswer(msgspec.Struct, frozen=True, array_like=True, tag="answer"):
+    """The order was obeyed; or, `busy`, it was not, because requests are open. freed_pages: KV pages that the cache held."""
+
+    id: str
+    busy: bool = False
+    freed_pages: int = 0
+
+
+class PauseState(msgspec.Struct, frozen=True, array_like=True):
+    """Whether the application takes requests, as an administrator said last. at_ns: when, by the clock of the ingress that was
+    asked; of two states the newer holds, so that processes which tell each other end up with the same. 0: nobody has said anything.
+    """
+
+    at_ns: int = 0
+    paused: bool = False
+
+
     """What a scheduler replica says of itself; travels over Ray, a few times a second at most.
 
     status: `stalled` when last_step_age_s exceeds `ready_stall_s` with runnable work. last_step_age_s: 0 when idle.
@@ -185,8 +220,11 @@ class ReplicaStatus(msgspec.Struct, frozen=True, array_like=True):
     kv_usage: float = 0.0
     endpoint: str = ""
 
+    pause: PauseState = PauseState()
 
-Message = GenerateRequest | AbortRequest | Expect | Stop | TokenOutput | TextDelta | Ended
+Message = (
+    GenerateRequest | AbortRequest | Expect | Stop | TokenOutput | TextDelta | Ended | LoopOrder | LoopAnswer | StepPlan
+)
 
 _encoder = msgspec.msgpack.Encoder()
 _decoder = msgspec.msgpack.Decoder(list[Message])

@@ -23,9 +23,11 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from deployments.http import build_http_app
 from overlap_serve.config import FakeModel, HostFacts, ServeConfig, fake_facts, resolve
-from overlap_serve.messages import AbortRequest, Ended, GenerateRequest, ReplicaStatus
+from overlap_serve.messages import AbortRequest, Ended, GenerateRequest, LoopAnswer, ReplicaStatus
+from overlap_serve.runtime.control import Heard, ProfileAnswer
 from overlap_serve.runtime.detokenizer import DetokenizerService
 from overlap_serve.runtime.frontend import Frontend
+from overlap_serve.runtime.orders import Orders
 from overlap_serve.runtime.worker import Worker
 from overlap_serve.text.template import fake_text
 from overlap_serve.transport import Inbox, Outbox
@@ -47,6 +49,7 @@ class ZmqCalls:
         self._open: dict[str, asyncio.Future[None]] = {}
         self.control = self._inbox.endpoint
         self.scheduler = ""
+        self.orders = Orders(lambda messages: self._outbox.send(self.scheduler, messages))
 
     def start(self) -> None:
         asyncio.get_running_loop().add_reader(self._inbox.fileno(), self._receive)
@@ -72,10 +75,15 @@ class ZmqCalls:
         finally:
             del self._open[request.rid]
 
+    def rids(self) -> list[str]:
+        """Of the open calls, one per prompt, in the order in which they were made."""
+        return list(self._open)
+
     def lose(self) -> None:
         """The scheduler dies under its open calls."""
         for ended in self._open.values():
-            ended.set_exception(ConnectionError("the replica is gone"))
+            if not ended.done():
+                ended.set_exception(ConnectionError("the replica is gone"))
 
     def close(self) -> None:
         asyncio.get_running_loop().remove_reader(self._inbox.fileno())
@@ -84,6 +92,8 @@ class ZmqCalls:
 
     def _receive(self) -> None:
         for message in self._inbox.drain():
+            if isinstance(message, LoopAnswer):
+                self.orders.answered(message)
             future = self._open.get(message.rid) if isinstance(message, Ended) else None
             if future is not None and not future.done():
                 future.set_result(None)
@@ -92,9 +102,12 @@ class ZmqCalls:
 class RigCluster:
     """`Cluster` over the objects of the rig. Tests may set what it says."""
 
-    def __init__(self, worker: Worker, detokenizer: DetokenizerService) -> None:
+    def __init__(self, worker: Worker, detokenizer: DetokenizerService, orders: Orders) -> None:
         self._worker = worker
         self._detokenizer = detokenizer
+        self._orders = orders
+        self.ordered_pause = False
+        self.num_silent = 0
         self.statuses: list[ReplicaStatus] | None = None
         self.endpoints: list[str] = [detokenizer.endpoint]
         self.asked_to_abort: list[str | None] = []
@@ -116,6 +129,22 @@ class RigCluster:
         self.asked_to_abort.append(label)
         return self.aborted_elsewhere
 
+    def paused(self) -> bool:
+        return self.ordered_pause
+
+    async def set_paused(self, paused: bool) -> Heard[LoopAnswer]:
+        self.ordered_pause = paused
+        return Heard([await self._orders.send("pause" if paused else "resume")], self.num_silent)
+
+    async def flush(self, force: bool) -> Heard[LoopAnswer]:
+        return Heard([await self._orders.send("flush", force=force)], self.num_silent)
+
+    async def start_profile(self) -> Heard[ProfileAnswer]:
+        raise AssertionError("the fake engine is never asked")
+
+    async def stop_profile(self) -> Heard[ProfileAnswer]:
+        raise AssertionError("the fake engine is never asked")
+
 
 class HttpRig:
     """A running server. All methods are for the test's own thread."""
@@ -129,7 +158,7 @@ class HttpRig:
         self.worker = Worker(spec, LOOPBACK, KEY, control=self.calls.control, replica="scheduler-0")
         self.calls.scheduler = self.worker.endpoint
         self.detokenizer = DetokenizerService(text.tokenizer, LOOPBACK, KEY, "detokenizer-0")
-        self.cluster = RigCluster(self.worker, self.detokenizer)
+        self.cluster = RigCluster(self.worker, self.detokenizer, self.calls.orders)
         self.frontend = Frontend(
             config,
             text,
@@ -141,7 +170,11 @@ class HttpRig:
             replica="ingress-0",
             registry=CollectorRegistry(),
         )
-        self._listener = socket.create_server(("127.0.0.1", 0), backlog=512)
+        # Not `create_server`: asyncio sets TCP_NODELAY only on sockets that say IPPROTO_TCP, and without it every answer of head and
+        # body takes 40 ms (Nagle's algorithm against delayed acknowledgements).
+        self._listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP)
+        self._listener.bind(("127.0.0.1", 0))
+        self._listener.listen(512)
         self.port: int = self._listener.getsockname()[1]
         self.url = f"http://127.0.0.1:{self.port}"
         self._loop: asyncio.AbstractEventLoop | None = None

@@ -91,7 +91,8 @@ def notes_on(config: ServeConfig, given: frozenset[str], spec: EngineSpec) -> It
         yield "fake has no effect without engine: fake"
     if config.engine == "fake":
         for name in sorted(
-            given & {"model", "revision", "load_format", "chat_template", "dtype", "device", "num_threads"}
+            given
+            & {"model", "revision", "load_format", "chat_template", "dtype", "device", "num_threads", "profile_dir"}
         ):
             yield f"{name} has no effect with engine: fake"
     elif "num_threads" in given and spec.device == "cuda":

@@ -38,6 +38,8 @@ SERVER_ONLY = frozenset(
         "stream_interval_ms",
         "ready_stall_s",
         "live_stall_s",
+        "health_generate",
+        "profile_dir",
         "drain_timeout",
     }
 )

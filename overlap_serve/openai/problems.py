@@ -47,6 +47,12 @@ def fault(code: str, text: str, at: str = "") -> PydanticCustomError:
     return PydanticCustomError(code, "{text}", {"text": text, "at": at, "ours": True})
 
 
+def unknown_parameter(path: str, field: str) -> Problem:
+    """A name that means nothing here, where unknown ones are refused."""
+    param = path[:64]
+    return Problem(field, param, "unknown_parameter", f"{param} is not a known field; leave it out")
+
+
 def wrong_type(expected: str, value: object, at: str = "") -> PydanticCustomError:
     return fault("invalid_type", f"must be {expected}, got {json_type(value)}", at)
 

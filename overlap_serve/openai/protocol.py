@@ -39,7 +39,7 @@ from overlap_serve.openai.ignored import (
     unknown_fields,
     unknown_message_fields,
 )
-from overlap_serve.openai.problems import Problem, fault, problems_of, refusal
+from overlap_serve.openai.problems import Problem, fault, problems_of, refusal, unknown_parameter
 
 __all__ = [
     "ChatRequest",
@@ -288,5 +288,4 @@ def parse_as(
 
 def _unknown(path: str) -> Problem:
     field = "stream_options" if path.startswith("stream_options.") else path
-    param = path[:64]
-    return Problem(field, param, "unknown_parameter", f"{param} is not a known field; leave it out")
+    return unknown_parameter(path, field)

@@ -67,6 +67,7 @@ class DetokenizerService:
         hops = TransportMetrics(self._registry, replica)
         self._detokenizer = Detokenizer(tokenizer)
         self._expected = Expected()
+        self._num_late_counted = 0
         self._key = key
         self._inbox = Inbox(bind, key, refused=hops.refused)
         self._outbox = Outbox(key, "detokenizer_ingress", sent=hops.sent, dropped=hops.dropped)
@@ -135,9 +136,9 @@ class DetokenizerService:
                 log.warning("ignored a %s: it is not for a detokenizer", type(message).__name__)
         for ingress, deltas in batch.items():
             self._send(ingress, deltas)
-        return drain_s
         self._metrics.late_outputs.inc(self._detokenizer.num_late - self._num_late_counted)
         self._num_late_counted = self._detokenizer.num_late
+        return drain_s
 
     def _handle(self, output: TokenOutput, batch: Batch) -> None:
         try:

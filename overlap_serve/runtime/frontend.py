@@ -27,9 +27,11 @@ from overlap_serve.messages import GenerateRequest, ReplicaStatus, Route
 from overlap_serve.metrics import IngressMetrics, TransportMetrics, build_info, merge, snapshot
 from overlap_serve.openai.protocol import ignored_label, parse_json, refuse_embeddings
 from overlap_serve.openai.response import model_card, model_list
+from overlap_serve.runtime.control import Control, Schedulers
 from overlap_serve.runtime.inflight import RETRY_S, InFlight, Submit, aborted
 from overlap_serve.runtime.metric_names import with_names
 from overlap_serve.runtime.prepare import Answered, Body, Prepared, Preparer
+from overlap_serve.runtime.probe import Probe
 from overlap_serve.runtime.reply import Reply
 from overlap_serve.runtime.streams import Answer
 from overlap_serve.text.template import TextModel
@@ -43,7 +45,7 @@ GONE_AFTER = 3  # looks; one late answer to the cluster is no death
 LOADING_RETRY_S = 5.0
 
 
-class Cluster(Protocol):
+class Cluster(Schedulers, Protocol):
     """What an ingress knows of the other processes; kept fresh by its owner, answered from memory."""
 
     def detokenizers(self) -> Sequence[str]:
@@ -100,6 +102,8 @@ class Frontend:
         self._metrics = IngressMetrics(registry, config.model_name, replica)
         hops = TransportMetrics(registry, replica)
         self._inflight = InFlight(bind, key, submit, self._metrics, hops, config.slow_client_timeout)
+        self._probe = Probe(bind, key, submit, config.ready_stall_s) if config.health_generate else None
+        self.control = Control(config, cluster, lambda: self.abort_everywhere(None))
         self._watcher: asyncio.Task[None] | None = None
         self._draining = False
         self._was_ready = False
@@ -125,6 +129,8 @@ class Frontend:
     async def start(self) -> None:
         """Receive on the running event loop, where all other methods must be called too."""
         self._inflight.start()
+        if self._probe is not None:
+            self._probe.start()
         self._watcher = asyncio.create_task(self._watch())
 
     def drain(self) -> None:
@@ -136,6 +142,8 @@ class Frontend:
         self.drain()
         if self._watcher is not None:
             self._watcher.cancel()
+        if self._probe is not None:
+            await self._probe.close()
         await self._inflight.close()
         self._preparer.close()
 
@@ -160,7 +168,7 @@ class Frontend:
             raise
 
     def reject(self, error: RequestError) -> None:
-        """Count a request that was refused before `submit` could see it."""
+        """Count a request that was refused before `submit` could see it: for its key, path, method, headers or size."""
         self._metrics.rejected(error.code)
 
     def abort(self, label: str | None) -> int:
@@ -272,6 +280,21 @@ class Frontend:
         status = self._status()
         return 200 if self._was_ready else 503, self._health(status)
 
+    async def health_generate(self) -> tuple[int, dict[str, object]]:
+        """200 when a token was made and came back within `ready_stall_s`. Raises NotFound unless the configuration wants this."""
+        if self._probe is None:
+            raise NotFound(
+                "this check is off; set health_generate: true in the server's configuration", code="unknown_url"
+            )
+        status, seconds = self._status(), None
+        if status == "ready":
+            try:
+                seconds = await self._probe.run(self._cluster.detokenizers())
+            except RequestError as error:
+                log.warning("the engine did not make a token for /health/generate: %s", error.message)
+                status = "stalled"
+        return 200 if status == "ready" else 503, {**self._health(status), "generate_s": seconds}
+
     def load(self) -> dict[str, object]:
         """Answer of GET /load. server_load: requests that run or wait in the engines. kv_usage: of the fullest engine, 0 to 1."""
         replicas = self._cluster.replicas()
@@ -305,7 +328,9 @@ class Frontend:
         best = next((status for status in _BEST_FIRST if status in known), "loading")
         if best == "ready" and not self._cluster.detokenizers():
             best = "loading"
-        self._was_ready |= best == "ready"
+        self._was_ready |= best in ("ready", "paused")
+        if best == "ready" and self._cluster.paused():
+            best = "paused"  # schedulers that have just started do not know it yet
         return best
 
     def _health(self, status: str) -> dict[str, object]:

@@ -143,6 +143,7 @@ class InFlight:
         """A prompt of many has ended: start another, with the time that is left."""
         if answer.unopened and answer in self._answers:
             stream = answer.unopened.popleft()
+            stream.request = msgspec.structs.replace(stream.request, continued=True)
             timeout_s = stream.request.timeout_s
             if timeout_s is not None:
                 left_s = max(0.001, timeout_s - (self._now() - answer.accepted_s))

@@ -13,7 +13,7 @@ import logging
 from collections import deque
 
 from overlap_serve.engine.base import Engine, PendingStep
-from overlap_serve.messages import AbortRequest, Failure, GenerateRequest, Message, Stop
+from overlap_serve.messages import AbortRequest, Failure, GenerateRequest, LoopAnswer, LoopOrder, Message, Stop
 from overlap_serve.runtime.meter import LoopMeter
 from overlap_serve.scheduler.limits import INFINITY
 from overlap_serve.scheduler.outputs import Outputs
@@ -26,7 +26,8 @@ MAX_BLOCK_S = 3600.0
 
 
 class OverlapLoop:
-    """Connects one scheduler with one engine. control: endpoint that is told which requests ended ("" for none).
+    """Connects one scheduler with one engine. control: endpoint that is told which requests ended, and gets the
+    answers to orders ("" for none).
 
     depth: may be changed while nothing is in flight, up to what the engine's ring holds (benchmarks compare the two).
     """
@@ -56,6 +57,7 @@ class OverlapLoop:
         """Until a Stop has been obeyed. An error ends every open request with a terminal output before it is raised."""
         inflight: deque[PendingStep] = deque()
         blocked = True
+        self._meter.start(self._scheduler)
         try:
             while not (self._scheduler.draining and self._scheduler.at_rest):
                 blocked = self.round(inflight, blocked)
@@ -66,7 +68,7 @@ class OverlapLoop:
 
     def round(self, inflight: deque[PendingStep], blocked: bool) -> bool:
         """One round. Returns whether nothing can run before a message or a deadline; that is the next round's `blocked`."""
-        self._receive(blocked)
+        self._receive(inflight, blocked)
         begin = self._clock()
         plan = self._scheduler.plan(begin)
         planned = self._clock()
@@ -91,7 +93,7 @@ class OverlapLoop:
             log.error("KV pages do not add up at rest: %s; the prefix cache is dropped and counting starts anew", error)
             self._scheduler.repair()
 
-    def _receive(self, blocked: bool) -> None:
+    def _receive(self, inflight: deque[PendingStep], blocked: bool) -> None:
         """Take what has arrived; wait for it only if nothing can run. Never spins: waits until the nearest deadline."""
         timeout_s = 0.0
         if blocked:
@@ -101,20 +103,37 @@ class OverlapLoop:
         if blocked:
             self._meter.received()
         for message in messages:
-            self._handle(message)
+            self._handle(message, inflight)
         now = self._clock()
         self._send(self._scheduler.expire(now))
         if now >= self._drain_until:
             self._drain_until = INFINITY
             self._send(self._scheduler.abort_all("shutdown", now))
 
-    def _handle(self, message: Message) -> None:
+    def _handle(self, message: Message, inflight: deque[PendingStep]) -> None:
         now = self._clock()
         if isinstance(message, GenerateRequest | AbortRequest):
             self._send(self._scheduler.handle(message, now))
         elif isinstance(message, Stop):
             self._scheduler.draining = True
             self._drain_until = min(self._drain_until, now + message.drain_s)
+        elif isinstance(message, LoopOrder):
+            answer = self._flush(message, inflight) if message.action == "flush" else self._pause(message)
+            self._outbox.send(self._control, [answer])
+
+    def _pause(self, order: LoopOrder) -> LoopAnswer:
+        """Or resume."""
+        self._scheduler.paused = self._meter.progress.paused = order.action == "pause"
+        return LoopAnswer(order.id)
+
+    def _flush(self, order: LoopOrder, inflight: deque[PendingStep]) -> LoopAnswer:
+        """Drop the prefix cache. Rows that have ended hold pages until their last step is processed: wait for it here."""
+        if self._scheduler.num_open and not order.force:
+            return LoopAnswer(order.id, busy=True)
+        self._send(self._scheduler.abort_all("api", self._clock()))
+        while inflight:
+            self._process(inflight.popleft())
+        return LoopAnswer(order.id, freed_pages=self._scheduler.flush())
 
     def _process(self, pending: PendingStep) -> float:
         """Wait for the oldest step and hand out what it made; returns the seconds waited."""

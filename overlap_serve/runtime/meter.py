@@ -27,6 +27,7 @@ class Progress:
     at: float
     runnable: bool = False
     draining: bool = False
+    paused: bool = False
     running: int = 0
     waiting: int = 0
     kv_usage: float = 0.0
@@ -89,11 +90,11 @@ class LoopMeter:
             self._publish_at = end + PUBLISH_S
             self._publish(scheduler)
 
-    def received(self) -> None:
     def start(self, scheduler: Scheduler) -> None:
         """Before the first round, which waits for a request: an engine that has had none shows its pages too."""
         self._publish(scheduler)
 
+    def received(self) -> None:
         """The loop has waited for messages: idle time is not part of the round that begins now."""
         self._round_began = self.clock()
         self.progress.at = self._round_began

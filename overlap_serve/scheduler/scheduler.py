@@ -54,6 +54,7 @@ class Scheduler:
         self.limits = limits
         self.counters = Counters()
         self.draining = False
+        self.paused = False  # new requests are refused, open ones go on
         self.times: list[Times] = []  # of choices that ended since the reader last cleared it
         self._room = Room(limits, cache)
         self._endpoint = endpoint
@@ -109,6 +110,13 @@ class Scheduler:
         self._room.reset()
         self.counters.repairs += 1
 
+    def flush(self) -> int:
+        """At rest only: forget the prefix cache. Returns the pages that it held."""
+        assert self.at_rest, "requests hold pages"
+        num_cached = self._room.cache.num_cached
+        self._room.reset()
+        return num_cached
+
     @property
     def next_deadline(self) -> float:
         """No request expires before this time (infinity: none has a deadline)."""
@@ -161,7 +169,7 @@ class Scheduler:
         prompt = unpack_ids(request.prompt)
         limit = min(len(prompt) + request.sampling.max_tokens, self.limits.max_model_len, self.limits.capacity_tokens)
         group.reqs = [Req(group, choice, prompt, limit) for choice in range(request.n)]
-        failure = self._refusal(prompt, request.n)
+        failure = self._refusal(request, prompt)
         for req in group.reqs:
             if failure is not None:
                 self._end(req, "error", failure.code, now, out, failure=failure)
@@ -170,7 +178,7 @@ class Scheduler:
             else:
                 insort(self._waiting, req, key=lambda r: r.key)
 
-    def _refusal(self, prompt: list[int], num_choices: int) -> Failure | None:
+    def _refusal(self, request: GenerateRequest, prompt: list[int]) -> Failure | None:
         """Checked at the ingress before; here again, because replicas may differ and nothing may wedge the engine."""
         n, limits = len(prompt), self.limits
         if n == 0:
@@ -183,7 +191,9 @@ class Scheduler:
             return Failure("context_length_exceeded", text, 400)
         if self.draining:
             return Failure("server_draining", "this server is shutting down; retry on another", 503)
-        if self._waiting and len(self._waiting) + num_choices > limits.max_waiting:
+        if self.paused and not request.continued:
+            return Failure("server_paused", "this server is paused; try again later", 503)
+        if self._waiting and len(self._waiting) + request.n > limits.max_waiting:
             return Failure("queue_full", f"{len(self._waiting)} requests wait already; retry later", 429)
         return None
 
@@ -375,12 +385,14 @@ class Scheduler:
         req.state = ReqState.RUNNING
         req.bypassed, req.blocked = 0, False
         self._running[req] = None
-        self.counters.queried_tokens += req.reusable_tokens if req.scores_prompt else len(req.tokens)
-        self.counters.hit_tokens += req.num_computed
+        counts = not req.group.request.probe
+        if counts:
+            self.counters.queried_tokens += req.reusable_tokens if req.scores_prompt else len(req.tokens)
+            self.counters.hit_tokens += req.num_computed
         if req.first_scheduled is None:
             req.first_scheduled = now
             req.cached_tokens = min(req.num_computed, req.prompt_len)
-            if req.choice == 0:  # the choices share one prompt
+            if req.choice == 0 and counts:  # the choices share one prompt
                 self.counters.prompt_tokens += req.prompt_len
                 self.counters.cached_tokens += req.cached_tokens
 
@@ -436,7 +448,7 @@ class Scheduler:
 
     def _append(self, req: Req, token: int, logprobs: tuple[TokenLogprob, ...], now: float, out: Outputs) -> None:
         req.tokens.append(token)
-        self.counters.generated_tokens += 1
+        self.counters.generated_tokens += not req.group.request.probe
         if req.first_token is None:
             assert not req.scores_prompt, "logprobs of prompt tokens were lost"
             req.first_token = now
@@ -466,7 +478,8 @@ class Scheduler:
         assert req.finish is None, "a choice ends once"
         req.finish, req.stop_reason, req.failure = finish, stop_reason, failure
         self._emit(req, token_ids, logprobs, out)
-        self.times.append(times_of(req, now))
+        if not req.group.request.probe:
+            self.times.append(times_of(req, now))
         if req.state is ReqState.WAITING:
             if req in self._waiting:
                 self._waiting.remove(req)

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import httpx
 import pytest
 
+from deployments.control import CONTROL_PATHS
 from overlap_serve.config import FAKE_VOCAB_SIZE, FakeModel
 from overlap_serve.messages import ReplicaStatus
 from tests.http.raw import CHAT, COMPLETIONS, RawPost, chat_body, completion_body
@@ -81,6 +82,21 @@ def once_accepted(rig: HttpRig, act: Callable[[], object]) -> Iterator[None]:
 def engine_dies(rig: HttpRig) -> Iterator[None]:
     with once_accepted(rig, lambda: rig.do(rig.calls.lose)):
         yield
+
+
+@contextmanager
+def busy(rig: HttpRig) -> Iterator[None]:
+    with RawPost(rig, CHAT, chat_body(stream=True, max_tokens=200, ignore_eos=True)) as stream:
+        stream.read_events(2)
+        yield
+
+
+@contextmanager
+def paused(rig: HttpRig) -> Iterator[None]:
+    with rig.http() as http:
+        http.post("/pause").raise_for_status()
+        yield
+        http.post("/resume").raise_for_status()
 
 
 @contextmanager
@@ -240,27 +256,36 @@ ROWS = [
         headers={"authorization": "Bearer no", "content-type": "application/json"},
         answer={"www-authenticate": "Bearer"},
     ),
-    Row(
-        "admin route with user key",
-        403,
-        "permission_error",
-        "insufficient_permissions",
-        None,
-        "/v1/abort",
-        {"all": True},
-        rig="keyed",
-        headers={"authorization": f"Bearer {USER_KEY}", "content-type": "application/json"},
+    *(
+        Row(
+            "admin route with user key",
+            403,
+            "permission_error",
+            "insufficient_permissions",
+            None,
+            path,
+            {"all": True} if path == "/v1/abort" else {},
+            rig="keyed",
+            headers={"authorization": f"Bearer {USER_KEY}", "content-type": "application/json"},
+        )
+        for path in CONTROL_PATHS
     ),
     Row("unknown model", 404, INVALID, "model_not_found", "model", fields={"model": "other"}),
     Row("unknown model", 404, INVALID, "model_not_found", "model", "/v1/models/org/other", method="GET"),
     Row("unknown model", 404, INVALID, "model_not_found", "model", EMBEDDINGS, {"model": "other"}),
     Row("unknown route", 404, INVALID, "unknown_url", None, "/v1/nope", method="GET"),
-    *(
-        Row("unknown route: controls that are left out", 404, INVALID, "unknown_url", None, path)
-        for path in ("/pause", "/resume", "/flush_cache", "/start_profile")
+    Row(
+        "unknown route: /health/generate, which is off",
+        404,
+        INVALID,
+        "unknown_url",
+        None,
+        "/health/generate",
+        method="GET",
     ),
     Row("wrong method", 405, INVALID, "method_not_allowed", None, method="GET", answer={"allow": "POST"}),
     Row("wrong method", 405, INVALID, "method_not_allowed", None, "/load", answer={"allow": "GET"}),
+    Row("wrong method", 405, INVALID, "method_not_allowed", None, "/pause", method="GET", answer={"allow": "POST"}),
     Row(
         "deadline passed before any output",
         408,
@@ -270,7 +295,13 @@ ROWS = [
         fields={"timeout_s": 1e-6},
         answer=NO_RETRY,
     ),
-    unbuilt("cache flush while busy", "/flush_cache is left out, see the row of unknown routes"),
+    Row("cache flush while busy", 409, "conflict_error", "busy", None, "/flush_cache", given=busy),
+    *(
+        Row("profile of the fake engine", 400, INVALID, "unsupported_operation", None, path)
+        for path in ("/start_profile", "/stop_profile")
+    ),
+    bad("wrong type in a control route", "invalid_type", "force", path="/flush_cache", force="yes"),
+    bad("wrong type in a control route", "invalid_type", "abort", path="/pause", abort=1),
     Row("body too large", 413, INVALID, "request_too_large", None, content=b" " * 300_000),
     Row("body too large", 413, INVALID, "request_too_large", None, "/tokenize", content=b" " * 300_000),
     Row(
@@ -320,6 +351,7 @@ ROWS = [
         answer=LATER,
     ),
     Row("paused", 503, "server_error", "server_paused", None, given=heard(ReplicaStatus("s", "paused")), answer=LATER),
+    Row("paused", 503, "server_error", "server_paused", None, given=paused, answer=LATER),
     Row(
         "aborted by id before any output",
         409,

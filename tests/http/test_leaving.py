@@ -183,11 +183,20 @@ def test_abort_before_any_output_is_409_and_not_retried(rig: HttpRig, stream: bo
     assert answers[0].json()["error"]["code"] == "request_aborted"
 
 
-@pytest.mark.parametrize("body", [{}, {"request_id": 5}, {"all": "yes"}])
-def test_abort_needs_an_id_or_all(rig: HttpRig, body: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    ("body", "code"),
+    [
+        ({}, "missing_required_parameter"),
+        ({"all": False}, "missing_required_parameter"),
+        ({"all": True, "request_id": "x"}, "missing_required_parameter"),
+        ({"request_id": 5}, "invalid_type"),
+        ({"all": "yes"}, "invalid_type"),
+    ],
+)
+def test_abort_needs_an_id_or_all(rig: HttpRig, body: dict[str, Any], code: str) -> None:
     with rig.http() as http:
         response = http.post("/v1/abort", json=body)
-    assert (response.status_code, response.json()["error"]["code"]) == (400, "missing_required_parameter")
+    assert (response.status_code, response.json()["error"]["code"]) == (400, code)
 
 
 @pytest.mark.parametrize("stream", [False, True])

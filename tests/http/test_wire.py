@@ -201,6 +201,7 @@ def test_schema_documents_the_requests(rig: HttpRig) -> None:
         assert http.get("/version").json() == {"version": __version__, "commit": None}
     assert set(schema["paths"]) == {
         *(CHAT, COMPLETIONS, "/v1/models", "/v1/models/{model}", "/v1/abort", "/v1/embeddings"),
+        *("/flush_cache", "/pause", "/resume", "/start_profile", "/stop_profile"),
         *("/tokenize", "/detokenize", "/v1/tokenize", "/v1/detokenize"),
         *("/health", "/health/ready", "/health/live", "/health/startup", "/version", "/metrics", "/load"),
     }
