@@ -20,8 +20,8 @@ from deployments.ingress import IngressReplica
 from deployments.key_files import with_key_files
 from deployments.logs import configure_logging
 from deployments.scheduler import SchedulerReplica
-from overlap_serve.config import ServeConfig
-from overlap_serve.runtime.model import model_folder
+from overlap_serve.config import ServeConfig, check_model
+from overlap_serve.runtime.model import model_facts, model_folder
 
 log = logging.getLogger(__name__)
 
@@ -49,6 +49,7 @@ def build(args: ServeConfig) -> Application:
     report(config)
     if config.engine != "fake":
         log.info("model folder: %s", model_folder(config, progress=True))
+    check_model(config, model_facts(config))
     scheduler = serve.deployment(SchedulerReplica, name=SCHEDULER, **scheduler_options(config))
     detokenizer = serve.deployment(DetokenizerReplica, name=DETOKENIZER, **detokenizer_options(config))
     ingress = serve.deployment(IngressReplica, name=INGRESS, **ingress_options(config))
@@ -86,7 +87,7 @@ def detokenizer_options(config: ServeConfig) -> dict[str, Any]:
 
 
 def scheduler_options(config: ServeConfig) -> dict[str, Any]:
-    """One placement group per replica: [control plane, one bundle per rank], all on one node."""
+    """One placement group per replica: [control plane, one bundle per rank]."""
     rank = {"CPU": GPU_RANK, "GPU": 1} if config.device == "cuda" else {"CPU": CPU_RANK}
     capacity = config.max_running_requests + config.max_waiting_requests
     return {
@@ -96,7 +97,7 @@ def scheduler_options(config: ServeConfig) -> dict[str, Any]:
         "max_queued_requests": 4 * (capacity + CALL_SLACK),
         "ray_actor_options": {"num_cpus": SMALL_CPU},
         "placement_group_bundles": [{"CPU": SMALL_CPU}, *([rank] * config.tensor_parallel_size)],
-        "placement_group_strategy": "STRICT_PACK",
+        "placement_group_strategy": config.placement_strategy,
     }
 
 

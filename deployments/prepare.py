@@ -34,13 +34,17 @@ def serve_configs(file: Path) -> Iterator[ServeConfig]:
 
 
 def prepare(file: Path) -> None:
-    """Fetch and convert the models of a file, and read all of them but the weights. Raises ConfigError, ModelLoadError."""
+    """Read the key files of a file, fetch and convert its models, read all of them but the weights, and hold the configuration
+    against them.
+
+    Raises ConfigError, ModelLoadError.
+    """
     for config in serve_configs(file):
+        with_key_files(config)
         if config.engine != "fake":
             print(f"{config.model}: {model_folder(config, progress=True)}")
-        model_facts(config)
+        check_model(config, model_facts(config))
         text_model(config)
-        with_key_files(config)
 
 
 def main(arguments: list[str]) -> int:

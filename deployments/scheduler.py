@@ -1,13 +1,14 @@
 """Scheduler deployment: one replica = one engine = one placement group. The replica is control plane only.
 
     bundle 0: this replica            Serve's calls, health, death-watch; never touches torch.cuda
-    bundle 1: the rank actor          overlap loop and engine (`deployments.rank`)
+    bundle 1: the actor of rank 0     overlap loop and engine (`deployments.rank`)
+    bundle 2..: the other ranks       engines that follow rank 0, with tensor_parallel_size above 1
 
 A request is one unary call, open until all its choices have ended: that is what gives Serve routing, load, drain, cancel and the
 loss of a replica. No token passes here: `generate` hands the request to the rank over zmq and waits for its `Ended`.
 
-A replica whose rank died, or stalled for `live_stall_s`, exits at once: open calls fail, Serve drops it from routing, replaces it
-and frees its group. A graceful stop would wait for calls that cannot end.
+A replica of which a rank died or hangs, or whose loop stalled for `live_stall_s`, exits at once: open calls fail, Serve drops it from
+routing, replaces it and frees its group. A graceful stop would wait for calls that cannot end.
 """
 
 from __future__ import annotations
@@ -18,13 +19,12 @@ import logging
 import os
 import time
 from collections.abc import Iterable
-from typing import Any
+from typing import NoReturn
 
 import msgspec
 import ray
 from prometheus_client import Metric
 from ray import serve
-from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from deployments.cluster import SchedulerStalled, replica_is_stopping
 from deployments.keys import application_key
@@ -34,18 +34,28 @@ from deployments.poller import keep_grpc_polling
 from deployments.ranks import Ranks
 from overlap_serve.config import EngineSpec, HostFacts, ServeConfig
 from overlap_serve.errors import InternalError, RequestError, ServerUnavailable
-from overlap_serve.messages import AbortRequest, Ended, GenerateRequest, ReplicaStatus, decode
+from overlap_serve.messages import (
+    AbortRequest,
+    Ended,
+    GenerateRequest,
+    LoopAnswer,
+    PauseState,
+    ReplicaStatus,
+    decode,
+)
+from overlap_serve.runtime.control import ProfileAnswer
 from overlap_serve.runtime.metric_names import parse
 from overlap_serve.runtime.model import cpu_has_bf16, engine_spec
+from overlap_serve.runtime.orders import Orders
 from overlap_serve.transport import Inbox, Outbox
 
 log = logging.getLogger(__name__)
 
-RANK_BUNDLE = 1
 STATUS_PERIOD_S = 0.25
 SILENCE_S = (
     3.0  # a rank that leaves a status call unanswered for this long counts as standing still since its last answer
 )
+STEP_GRACE_S = 2.0  # the collective has the same timeout and names more of the cause
 STOP_TIMEOUT_S = 10.0
 STOP_POLL_S = 0.1
 REROUTE_S = 1.0  # the loop refuses requests once it drains; until the routers know, it must not
@@ -70,6 +80,9 @@ class OpenCalls:
         if future is not None and not future.done():
             future.set_result(None)
 
+    def rids(self) -> list[str]:
+        return [rid for rid, _ in self._waiting]
+
     def forget(self, request: GenerateRequest) -> None:
         self._waiting.pop((request.rid, request.attempt), None)
 
@@ -80,9 +93,6 @@ class OpenCalls:
                 future.set_exception(error)
 
     def __len__(self) -> int:
-    def rids(self) -> list[str]:
-        return [rid for rid, _ in self._waiting]
-
         return len(self._waiting)
 
 
@@ -105,7 +115,7 @@ class Pulse:
         if silence_s > SILENCE_S:
             age_s += silence_s
         state = self._status.status
-        if state == "ready" and age_s > self._ready_stall_s:
+        if state in ("ready", "paused") and age_s > self._ready_stall_s:
             state = "stalled"
         return msgspec.structs.replace(self._status, status=state, last_step_age_s=age_s)
 
@@ -116,12 +126,16 @@ class SchedulerReplica:
     async def __init__(self, config: ServeConfig) -> None:  # type: ignore[misc]  # Ray awaits it
         self._built = False
         configure_logging()
+        keep_grpc_polling()
         context = serve.get_replica_context()
         self._config = config
         self._replica = context.replica_tag
         self._draining = False  # the loop was asked to end by itself
         self._stopping = False  # its process will be ended
         self._calls = OpenCalls()
+        self._orders = Orders(lambda messages: self._outbox.send(self._endpoint, messages))
+        self._pause = PauseState()
+        self._profiling = asyncio.Lock()
         self._pulse = Pulse(config.ready_stall_s)
         key = application_key(context.app_name)
         address = f"tcp://{ray.util.get_node_ip_address()}"
@@ -129,10 +143,10 @@ class SchedulerReplica:
         self._outbox = Outbox(key, "control_scheduler")
         host = HostFacts(num_cpus=node_cpus(), bf16=cpu_has_bf16(), cuda=config.device == "cuda")
         spec = await asyncio.to_thread(engine_spec, config, host)
-        keep_grpc_polling()
         log.info("%s: starting %s", self._replica, describe(spec))
-        self._rank = start_rank(spec, address, key, self._inbox.endpoint, self._replica, config.ready_stall_s)
-        self._endpoint: str = await self._rank.endpoint.remote()
+        self._ranks = Ranks(config, spec, key, self._replica)
+        self._endpoint = await self._ranks.load(self._inbox.endpoint)
+        self._rank = self._ranks.first
         self._pulse.beat(await self._rank.status.remote())
         asyncio.get_running_loop().add_reader(self._inbox.fileno(), self._receive)
         self._receive()
@@ -211,13 +225,18 @@ class SchedulerReplica:
     async def check_health(self) -> None:
         """Called by Serve. Raises, and ends the process, when the loop stands still with work for `live_stall_s`."""
         age_s = self._pulse.status().last_step_age_s
-        if age_s > self._config.live_stall_s and not self._stopping:
-            self._stopping = True
-            message = f"{self._replica}: no step for {age_s:.0f} s with work to do (live_stall_s {self._config.live_stall_s:.0f})"
-            log.error("%s; exiting with %d open requests", message, len(self._calls))
-            asyncio.get_running_loop().call_later(EXIT_DELAY_S, os._exit, 1)
         if age_s > self._config.live_stall_s:
+            if not self._stopping:
+                self._stopping = True
+                reason = f"no step for {age_s:.0f} s with work to do (live_stall_s {self._config.live_stall_s:g})"
+                asyncio.get_running_loop().call_later(EXIT_DELAY_S, self._exit, reason)
             raise RuntimeError(f"{self._replica}: the engine has stalled")
+
+    def _exit(self, reason: str) -> NoReturn:
+        """End this process and its ranks, now: open calls fail, and Serve starts another replica in the freed bundles."""
+        log.error("%s: %s; exiting with %d open requests", self._replica, reason, len(self._calls))
+        self._ranks.kill()
+        os._exit(1)
 
     async def __del__(self) -> None:
         """Called by Serve when the replica has drained: end the loop, then the rank's process."""
@@ -232,8 +251,8 @@ class SchedulerReplica:
             await asyncio.wait_for(self._rank.stop.remote(0.0), STOP_TIMEOUT_S)
             await asyncio.wait_for(self._watch_task, STOP_TIMEOUT_S)
         except (asyncio.TimeoutError, ray.exceptions.RayError) as error:
-            log.warning("%s: the rank did not stop in order: %r", self._replica, error)
-        ray.kill(self._rank)
+            log.warning("%s: the ranks did not stop in order: %r", self._replica, error)
+        self._ranks.kill()
         self._outbox.close()
         self._inbox.close()
 
@@ -243,6 +262,8 @@ class SchedulerReplica:
             for message in messages:
                 if isinstance(message, Ended):
                     self._calls.end(message.rid, message.attempt)
+                elif isinstance(message, LoopAnswer):
+                    self._orders.answered(message)
 
     async def _watch(self) -> None:
         """Ends the replica's process the moment a rank is lost, for whatever reason but a drain."""
@@ -269,7 +290,15 @@ class SchedulerReplica:
                 self._pulse.beat(await self._rank.status.remote())
             except ray.exceptions.RayError:
                 return
+            if self._config.tensor_parallel_size > 1 and not self._stopping:
+                self._check_step()
             await asyncio.sleep(STATUS_PERIOD_S)
+
+    def _check_step(self) -> None:
+        """A step that does not end, with all ranks alive: one hangs on the device, and the others wait for it in a collective."""
+        age_s = self._pulse.status().last_step_age_s
+        if age_s > self._config.rank_timeout + STEP_GRACE_S:
+            self._exit(f"no step for {age_s:.0f} s with work to do (rank_timeout {self._config.rank_timeout:g})")
 
 
 def draining_error() -> ServerUnavailable:
@@ -293,29 +322,5 @@ def node_cpus() -> int:
 def describe(spec: EngineSpec) -> str:
     return (
         f"{spec.model_name} (engine {spec.engine}, {spec.device}, {spec.dtype}, depth {spec.depth}, "
-        f"{spec.num_threads} threads, attention {spec.attention_backend})"
+        f"{spec.tp_size} rank(s) of {spec.num_threads} threads, attention {spec.attention_backend})"
     )
-
-
-def start_rank(spec: EngineSpec, *arguments: object) -> Any:
-    """The rank actor, in its bundle and with all of that bundle's resources. arguments: of `RankActor`, after the spec.
-
-    Returns at once; the actor's constructor loads the weights.
-    """
-    group = ray.util.get_current_placement_group()
-    if group is None:
-        raise RuntimeError("the Scheduler deployment needs placement_group_bundles: [control plane, rank]")
-    bundle = group.bundle_specs[RANK_BUNDLE]
-    # Explicit index: without it Ray may choose any bundle. Ray itself would set OMP_NUM_THREADS to the bundle's CPUs.
-    strategy = PlacementGroupSchedulingStrategy(
-        group, placement_group_bundle_index=RANK_BUNDLE, placement_group_capture_child_tasks=True
-    )
-    actor = ray.remote(RankActor).options(
-        num_cpus=bundle.get("CPU", 0),
-        num_gpus=bundle.get("GPU", 0),
-        max_restarts=0,
-        max_concurrency=RANK_CONCURRENCY,
-        scheduling_strategy=strategy,
-        runtime_env={"env_vars": {"OMP_NUM_THREADS": str(spec.num_threads)}},
-    )
-    return actor.remote(spec, *arguments)

@@ -102,7 +102,15 @@ class ServeConfig(_Strict):
     priority: bool = Field(default=False, description="accept the `priority` field of requests; lower first")
 
     # -- topology
-    tensor_parallel_size: Positive = 1
+    tensor_parallel_size: Positive = Field(
+        default=1, description="ranks of one engine: each holds a part of every layer, and has a GPU of its own"
+    )
+    placement_strategy: Literal["STRICT_PACK", "PACK"] = Field(
+        default="STRICT_PACK", description="the ranks of one engine on one node, or, if they do not fit, on several"
+    )
+    rank_timeout: Seconds = Field(
+        default=30.0, description="with several ranks: a rank silent, or a step unfinished, for so long ends the engine"
+    )
     scheduler_replicas: Positive = 1
     ingress_replicas: Positive = 1
     detokenizer_replicas: Positive = 1
@@ -111,8 +119,12 @@ class ServeConfig(_Strict):
     api_keys: tuple[ApiKey, ...] = ()
     admin_api_keys: tuple[ApiKey, ...] = Field(
         default=(),
-        description="for control routes (/v1/abort), which need one as soon as any key is set; good everywhere",
+        description="for control routes (/v1/abort, /pause, ...), which need one as soon as any key is set; good everywhere",
     )
+    api_keys_file: str | None = Field(
+        default=None, description="file with more `api_keys`, one a line; read when the application is built"
+    )
+    admin_api_keys_file: str | None = Field(default=None, description="the same for `admin_api_keys`")
     protect_metrics: bool = False
     metrics_compat: Literal["none", "vllm", "sglang"] = Field(
         default="none", description="add the metric names of another engine to /metrics, for its dashboards"
@@ -121,10 +133,6 @@ class ServeConfig(_Strict):
     max_body_bytes: Positive = 32 * 1024 * 1024
     max_messages: Positive = 4096
     max_n: Positive = 128
-    api_keys_file: str | None = Field(
-        default=None, description="file with more `api_keys`, one a line; read when the application is built"
-    )
-    admin_api_keys_file: str | None = Field(default=None, description="the same for `admin_api_keys`")
     max_prompt_tokens: Positive = Field(default=500_000, description="keeps one call under the transport's 4 MB")
     default_max_tokens: Positive | None = None
     clamp_max_tokens: bool = False
@@ -136,14 +144,6 @@ class ServeConfig(_Strict):
         default=0.0, ge=0, description="0: one chunk per step; else coalesce, never the first token"
     )
 
-    # -- life cycle
-    ready_stall_s: Seconds = 15.0
-    live_stall_s: Seconds = 120.0
-    drain_timeout: Seconds = 60.0
-
-    @model_validator(mode="after")
-    def _consistent(self) -> ServeConfig:
-        if problems := list(self._contradictions()):
     # -- operation
     health_generate: bool = Field(
         default=False, description="answer /health/generate, which makes one token to see that the engine can"
@@ -152,6 +152,14 @@ class ServeConfig(_Strict):
         default=None, description="folder on the nodes of the ranks for what /start_profile records; none: no profiling"
     )
 
+    # -- life cycle
+    ready_stall_s: Seconds = 15.0
+    live_stall_s: Seconds = 120.0
+    drain_timeout: Seconds = 60.0
+
+    @model_validator(mode="after")
+    def _consistent(self) -> ServeConfig:
+        if problems := list(self._contradictions()):
             raise ValueError("; ".join(problems))
         return self
 
@@ -163,11 +171,6 @@ class ServeConfig(_Strict):
             yield (
                 f"max_step_tokens is {self.max_step_tokens}, max_running_requests {self.max_running_requests}: a step must hold "
                 "a token of every running request and some of a prompt; raise max_step_tokens above max_running_requests"
-            )
-        if self.tensor_parallel_size > 1:
-            yield (
-                f"tensor_parallel_size is {self.tensor_parallel_size}; this version runs one rank per scheduler replica, "
-                "set it to 1 and raise scheduler_replicas to use more devices"
             )
 
     @property
@@ -223,16 +226,29 @@ class GenerationDefaults(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ModelFacts(msgspec.Struct, frozen=True, kw_only=True):
-    """What configuration and ingress need of a model. kv_elements_per_token: K and V values of all layers on one rank.
+    """What configuration and ingress need of a model. kv_elements_per_token: K and V values of all layers, whole model.
 
-    vocab_size: rows of the output head; a tokenizer may know fewer ids.
+    vocab_size: rows of the output head; a tokenizer may know fewer ids. num_kv_heads 0: nothing is divided over ranks (fake engine).
+    splits: what the ranks divide evenly, by its name.
     """
 
     max_position_embeddings: int
     vocab_size: int
     kv_elements_per_token: int
     eos_token_ids: tuple[int, ...]
+    num_kv_heads: int = 0
+    splits: dict[str, int] = {}
     generation: GenerationDefaults = GenerationDefaults()
+
+    def allows_ranks(self, size: int) -> bool:
+        heads = self.num_kv_heads
+        return all(number % size == 0 for number in self.splits.values()) and (
+            heads == 0 or heads % size == 0 or size % heads == 0
+        )
+
+    def kv_elements_on_a_rank(self, size: int) -> int:
+        """With more ranks than kv heads, each holds a copy of one head."""
+        return self.kv_elements_per_token // max(1, min(size, self.num_kv_heads))
 
 
 def fake_facts(fake: FakeModel) -> ModelFacts:
@@ -255,7 +271,8 @@ class HostFacts(msgspec.Struct, frozen=True, kw_only=True):
 
 class EngineSpec(msgspec.Struct, frozen=True, kw_only=True):
     """One engine, fully decided. Travels to the rank actors. num_pages 0 (torch engine, no kv_cache_tokens): sized by the
-    rank after the weights are loaded, from `kv_memory_fraction` of what is free then."""
+    ranks after the weights are loaded, from `kv_memory_fraction` of what is free then; the smallest counts. num_threads,
+    kv_memory_fraction and kv_elements_per_token are those of one rank. tp_size: ranks."""
 
     model_name: str
     model_path: str
@@ -283,6 +300,8 @@ class EngineSpec(msgspec.Struct, frozen=True, kw_only=True):
     fake_base_s: float
     fake_per_token_s: float
     fake_eos_every: int
+    tp_size: int = 1
+    rank_timeout_s: float = 30.0
 
     @property
     def dtype_bytes(self) -> int:
@@ -294,7 +313,8 @@ class EngineSpec(msgspec.Struct, frozen=True, kw_only=True):
 
 def resolve(config: ServeConfig, model: ModelFacts, host: HostFacts, model_path: str) -> EngineSpec:
     """Decide every "auto". Raises ConfigError that names every field to change. `decided` says why."""
-    problems = []
+    problems = list(_against_model(config, model))
+    size = config.tensor_parallel_size
     device = config.device
     if device == "auto":
         device = "cuda" if host.cuda and config.engine == "torch" else "cpu"
@@ -306,17 +326,9 @@ def resolve(config: ServeConfig, model: ModelFacts, host: HostFacts, model_path:
     if dtype == "auto":
         dtype = "bfloat16" if device == "cuda" or host.bf16 else "float32"
     max_model_len = config.max_model_len or model.max_position_embeddings
-    if max_model_len > model.max_position_embeddings:
-        problems.append(
-            f"max_model_len is {max_model_len}, the model's positions end at {model.max_position_embeddings}; lower it"
-        )
     num_pages = 0
     if config.kv_cache_tokens is not None:
         num_pages = config.kv_cache_tokens // config.page_size
-        if num_pages < 2:
-            problems.append(
-                f"kv_cache_tokens is {config.kv_cache_tokens}, that is {num_pages} pages of {config.page_size}; at least 2 are needed"
-            )
     elif config.engine == "fake":
         num_pages = 4 * max_model_len // config.page_size
     if problems:
@@ -329,15 +341,16 @@ def resolve(config: ServeConfig, model: ModelFacts, host: HostFacts, model_path:
         device=device,
         dtype=dtype,
         attention_backend="reference",
-        num_threads=config.num_threads or max(1, host.num_cpus - 1),
+        num_threads=config.num_threads or max(1, (host.num_cpus - 1) // size),
         depth=config.overlap_depth,
         seed=config.seed,
         max_model_len=max_model_len,
         vocab_size=model.vocab_size,
         page_size=config.page_size,
         num_pages=num_pages,
-        kv_memory_fraction=config.kv_memory_fraction,
-        kv_elements_per_token=model.kv_elements_per_token,
+        # The ranks of a CPU engine share one memory.
+        kv_memory_fraction=config.kv_memory_fraction / (size if device == "cpu" else 1),
+        kv_elements_per_token=model.kv_elements_on_a_rank(size),
         prefix_cache=config.prefix_cache,
         max_running=config.max_running_requests,
         max_waiting=config.max_waiting_requests,
@@ -348,6 +361,41 @@ def resolve(config: ServeConfig, model: ModelFacts, host: HostFacts, model_path:
         fake_base_s=config.fake.base_ms / 1e3,
         fake_per_token_s=config.fake.per_token_us / 1e6,
         fake_eos_every=config.fake.eos_every,
+        tp_size=size,
+        rank_timeout_s=config.rank_timeout,
+    )
+
+
+def check_model(config: ServeConfig, model: ModelFacts) -> None:
+    """What `resolve` says of configuration and model alone, whatever the host: to be said before any replica starts, and tries
+    again and again. Raises ConfigError."""
+    if problems := list(_against_model(config, model)):
+        raise ConfigError("; ".join(problems))
+
+
+def _against_model(config: ServeConfig, model: ModelFacts) -> Iterator[str]:
+    yield from _undivided(config, model)
+    longest = model.max_position_embeddings
+    if config.max_model_len is not None and config.max_model_len > longest:
+        yield f"max_model_len is {config.max_model_len}, the model's positions end at {longest}; lower it"
+    if config.kv_cache_tokens is not None and (num_pages := config.kv_cache_tokens // config.page_size) < 2:
+        yield (
+            f"kv_cache_tokens is {config.kv_cache_tokens}, that is {num_pages} pages of {config.page_size}; at least 2 are needed"
+        )
+
+
+def _undivided(config: ServeConfig, model: ModelFacts) -> Iterator[str]:
+    """The numbers of the model that stand against `tensor_parallel_size`."""
+    size = config.tensor_parallel_size
+    if model.allows_ranks(size):
+        return
+    allowed = [str(ranks) for ranks in range(1, max(model.splits.values(), default=1) + 1) if model.allows_ranks(ranks)]
+    numbers = [f"{number} {what}" for what, number in model.splits.items() if number % size]
+    if not numbers:
+        numbers = [f"{model.num_kv_heads} kv heads (neither divided evenly nor copied evenly)"]
+    yield (
+        f"tensor_parallel_size is {size}, which does not divide the {' and the '.join(numbers)} of {config.model_name}; "
+        f"possible are {', '.join(allowed[:8])}; or raise scheduler_replicas to use more devices"
     )
 
 

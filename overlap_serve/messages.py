@@ -19,6 +19,7 @@ from typing import Literal
 import msgspec
 
 from overlap_serve.sampling import AbortCause, FinishReason, SamplingParams, TextParams, TokenLogprob
+from overlap_serve.step import StepPlan
 
 ID_BYTES = 4
 
@@ -47,9 +48,9 @@ class GenerateRequest(msgspec.Struct, frozen=True, array_like=True, tag="generat
 
     prompt: int32 bytes (`pack_ids`). generated: per choice, tokens already made by an earlier attempt (int32 bytes), empty on the first.
     timeout_s: seconds left until the deadline when sent, or None. priority: lower first.
-    """
     continued: part of an HTTP request that was accepted before, so a pause does not refuse it. probe: made by the server itself to
     see that the engine works; in no count of tokens or requests.
+    """
 
     rid: str
     attempt: int
@@ -62,9 +63,9 @@ class GenerateRequest(msgspec.Struct, frozen=True, array_like=True, tag="generat
     timeout_s: float | None = None
     cache_salt: str = ""
     generated: tuple[bytes, ...] = ()
-
     continued: bool = False
     probe: bool = False
+
     def __post_init__(self) -> None:
         """Shape only; ValueError, so that a decoder refuses a message that no process of ours has sent."""
         if self.n < 1 or len(self.generated) not in (0, self.n):
@@ -175,7 +176,6 @@ class Ended(msgspec.Struct, frozen=True, array_like=True, tag="ended"):
     attempt: int
 
 
-class ReplicaStatus(msgspec.Struct, frozen=True, array_like=True):
 class LoopOrder(msgspec.Struct, frozen=True, array_like=True, tag="order"):
     """What an administrator wants of a scheduler's loop; it answers each with a `LoopAnswer` of the same id.
 
@@ -205,10 +205,11 @@ class PauseState(msgspec.Struct, frozen=True, array_like=True):
     paused: bool = False
 
 
+class ReplicaStatus(msgspec.Struct, frozen=True, array_like=True):
     """What a scheduler replica says of itself; travels over Ray, a few times a second at most.
 
     status: `stalled` when last_step_age_s exceeds `ready_stall_s` with runnable work. last_step_age_s: 0 when idle.
-    capacity_tokens: KV capacity C of http-api section 2.3. endpoint: the scheduler's inbox.
+    capacity_tokens: KV capacity C of http-api section 2.3. endpoint: the scheduler's inbox. pause: the newest that it was told.
     """
 
     replica: str
@@ -219,8 +220,8 @@ class PauseState(msgspec.Struct, frozen=True, array_like=True):
     capacity_tokens: int = 0
     kv_usage: float = 0.0
     endpoint: str = ""
-
     pause: PauseState = PauseState()
+
 
 Message = (
     GenerateRequest | AbortRequest | Expect | Stop | TokenOutput | TextDelta | Ended | LoopOrder | LoopAnswer | StepPlan

@@ -34,7 +34,7 @@ class Join(msgspec.Struct, frozen=True, array_like=True):
     choice: int
 
 
-class StepPlan(msgspec.Struct, frozen=True, array_like=True):
+class StepPlan(msgspec.Struct, frozen=True, array_like=True, tag="plan"):
     """One forward pass. chunks: (slot, length) of rows still short of their known tokens that advance in this step;
     new_pages: (slot, page), appended to the slot's page table row in order; skips: decode slots that sit this step out.
     pad_to: rows after padding for graph capture (0: none)."""

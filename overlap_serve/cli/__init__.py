@@ -1,6 +1,7 @@
 """The command `overlap-serve`. Prints results on stdout, progress and errors on stderr.
 
-Exit status: 0, or 2 for a user's error, or 130 after Ctrl-C. Each subcommand is a module with `add` (its arguments) and `run`.
+Exit status: 0, or 1 for what this version cannot do, or 2 for a user's error, or 130 after Ctrl-C. Each subcommand is a module with
+`add` (its arguments) and `run`.
 """
 
 from __future__ import annotations
@@ -52,8 +53,8 @@ def build_parser() -> argparse.ArgumentParser:
     generate.add(commands)
     models.add(commands)
     check.add(commands)
-    completion.add(commands, parser)
     attention.add(commands)
+    completion.add(commands, parser)
     version = commands.add_parser(
         "version", help="print the version", description="Print the version.", **with_examples("overlap-serve version")
     )

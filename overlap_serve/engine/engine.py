@@ -31,6 +31,7 @@ from overlap_serve.engine.logprobs import SLICE_ROWS, score, unpack
 from overlap_serve.engine.sampler import SampleInputs, sample
 from overlap_serve.errors import ConfigError
 from overlap_serve.messages import pack_ids
+from overlap_serve.models.tp import TP, NoTP
 from overlap_serve.sampling import SamplingParams, TokenLogprob
 from overlap_serve.step import Join, StepPlan, StepResult
 
@@ -90,15 +91,19 @@ class _Step:
 
 
 class PendingTorchStep:
-    """Holds the step's buffer until the result is taken."""
+    """Holds the step's buffer until the result is taken. samples: this rank has made the ids; the others' results are empty."""
 
-    def __init__(self, inputs: StepInputs, copy_done: Event) -> None:
+    def __init__(self, inputs: StepInputs, copy_done: Event, samples: bool) -> None:
         self._inputs = inputs
         self._copy_done = copy_done
+        self._samples = samples
 
     def result(self) -> StepResult:
         self._copy_done.synchronize()
         inputs = self._inputs
+        if not self._samples:
+            inputs.buffer.in_flight = False
+            return StepResult(inputs.step, ())
         ids = inputs.buffer.ids_host[: inputs.num_sampled].tolist()
         logprobs = () if inputs.sampled_scores is None else self._logprobs(inputs.sampled_scores)
         prompt_logprobs = () if inputs.prompt_scores is None else self._prompt_logprobs(inputs.prompt_scores)
@@ -121,7 +126,8 @@ class PendingTorchStep:
 
 class TorchEngine:
     """spec.depth steps may be in flight when the next is launched. num_valid_ids: ids that the tokenizer knows, at most V; no
-    other id is ever sampled. attention: default is what `spec.attention_backend` selects."""
+    other id is ever sampled. attention: default is what `spec.attention_backend` selects. tp: with several ranks, each executes the
+    same plans; rank 0 alone samples and scores, and the results of the others are empty."""
 
     def __init__(
         self,
@@ -132,7 +138,9 @@ class TorchEngine:
         *,
         num_valid_ids: int | None = None,
         attention: AttentionBackend | None = None,
+        tp: TP | None = None,
     ) -> None:
+        self._tp: TP = tp or NoTP()
         shape, dtype = decoder.config, DTYPES[spec.dtype]
         self._decoder = decoder
         self._num_valid_ids = shape.vocab_size if num_valid_ids is None else min(num_valid_ids, shape.vocab_size)
@@ -193,7 +201,7 @@ class TorchEngine:
             self._engine_stream.launch(lambda: self._score_prompt(step))
         if step.inputs.num_sampled:
             self._engine_stream.launch(lambda: self._sample(step))
-        return PendingTorchStep(step.inputs, self._engine_stream.record())
+        return PendingTorchStep(step.inputs, self._engine_stream.record(), self._tp.rank == 0)
 
     def device_busy_s(self) -> float:
         return self._engine_stream.busy_s()
@@ -232,11 +240,15 @@ class TorchEngine:
         inputs, buffer = step.inputs, step.inputs.buffer
         assert step.hidden_RD is not None
         logits_RV = self._decoder.logits(step.hidden_RD)
+        if self._tp.rank > 0:
+            ids_R = torch.empty(len(logits_RV), dtype=torch.int32, device=logits_RV.device)
+            self._pool.write_tokens(buffer.view(inputs.new_places_R), self._tp.broadcast(ids_R))
+            return
         scores = inputs.sampled_scores
         # A copy, because the sampler overwrites its logits.
         raw_AV = None if scores is None else logits_RV.index_select(0, buffer.view(scores.at_A))
         groups = SampleInputs.of(inputs.groups.map(buffer.view))
-        ids_R = sample(logits_RV, groups, self._pool.tokens_SM, self._num_valid_ids)
+        ids_R = self._tp.broadcast(sample(logits_RV, groups, self._pool.tokens_SM, self._num_valid_ids))
         self._pool.write_tokens(buffer.view(inputs.new_places_R), ids_R)
         buffer.ids_host[: inputs.num_sampled].copy_(ids_R, non_blocking=True)
         if scores is not None and raw_AV is not None:
@@ -251,8 +263,9 @@ class TorchEngine:
         targets_A = self._pool.read_tokens(buffer.view(scores.targets_A))
         slices = (torch.split(tensor, SLICE_ROWS) for tensor in (step.hidden_AD, targets_A, scores.host_words(buffer)))
         for hidden_BD, targets_B, words_BW in zip(*slices, strict=True):
-            logits_BV = self._decoder.logits(hidden_BD)
-            words_BW.copy_(score(logits_BV, targets_B, scores.num_top, self._num_valid_ids), non_blocking=True)
+            logits_BV = self._decoder.logits(hidden_BD)  # on every rank: they gather
+            if self._tp.rank == 0:
+                words_BW.copy_(score(logits_BV, targets_B, scores.num_top, self._num_valid_ids), non_blocking=True)
 
 
 def size_pool(spec: EngineSpec, device: Device) -> int:

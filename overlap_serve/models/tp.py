@@ -28,6 +28,12 @@ class TP(Protocol):
     def all_gather(self, t: Tensor) -> Tensor:
         """Concatenation over all ranks along the last dimension, in rank order. Shapes are equal on all ranks."""
 
+    def broadcast(self, t: Tensor) -> Tensor:
+        """What rank 0 has in `t`; may reuse its memory."""
+
+    def minimum(self, value: int) -> int:
+        """The smallest value of all ranks, waiting for the slowest; at start-up only."""
+
 
 class NoTP:
     """A group of one."""
@@ -40,6 +46,12 @@ class NoTP:
 
     def all_gather(self, t: Tensor) -> Tensor:
         return t
+
+    def broadcast(self, t: Tensor) -> Tensor:
+        return t
+
+    def minimum(self, value: int) -> int:
+        return value
 
 
 class Span(NamedTuple):

@@ -23,7 +23,7 @@ import msgspec
 
 from overlap_serve.config import EngineSpec, HostFacts, ServeConfig
 from overlap_serve.engine.base import Engine
-from overlap_serve.errors import ServerUnavailable
+from overlap_serve.errors import ConfigError, ServerUnavailable
 from overlap_serve.messages import AbortRequest, GenerateRequest, Message, Route, Stop, TextDelta, TokenOutput
 from overlap_serve.runtime.inflight import error_of
 from overlap_serve.runtime.loop import OverlapLoop
@@ -168,6 +168,11 @@ class LocalEngine:
     """
 
     def __init__(self, spec: EngineSpec) -> None:
+        if spec.tp_size > 1:
+            raise ConfigError(
+                f"tensor_parallel_size is {spec.tp_size}: the ranks of one engine are actors of a Ray cluster, and this engine "
+                "runs in one process; set it to 1, or serve the model (serve run serve_config.yaml)"
+            )
         engine, num_pages, _ = build_engine(spec)
         limits = scheduler_limits(msgspec.structs.replace(spec, max_waiting=sys.maxsize), num_pages)
         self.capacity_tokens = spec.capacity_tokens(num_pages)

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import msgspec
+
 from overlap_serve.config import EngineSpec, HostFacts, ModelFacts, ServeConfig, fake_facts, resolve
 from overlap_serve.models.families import read_facts
 from overlap_serve.models.source import resolve_model
@@ -40,6 +42,13 @@ def engine_spec(config: ServeConfig, host: HostFacts) -> EngineSpec:
     """The engine of one rank on this host. Raises ConfigError, ModelLoadError."""
     path = "" if config.engine == "fake" else str(model_folder(config))
     return resolve(config, model_facts(config), host, path)
+
+
+def on_this_node(config: ServeConfig, spec: EngineSpec) -> EngineSpec:
+    """The spec with a model folder that exists here: a rank may live on another node than the process that made the spec."""
+    if config.engine == "fake" or Path(spec.model_path).is_dir():
+        return spec
+    return msgspec.structs.replace(spec, model_path=str(model_folder(config)))
 
 
 def cpu_has_bf16() -> bool:

@@ -17,8 +17,9 @@ from overlap_serve.engine.kv_pool import page_bytes
 from overlap_serve.errors import ConfigError, ModelLoadError
 from overlap_serve.models.decoder import Decoder
 from overlap_serve.models.families import read_config
-from overlap_serve.models.tp import NoTP
+from overlap_serve.models.tp import TP, NoTP
 from overlap_serve.models.weights import build_decoder
+from overlap_serve.runtime.ranks import Seat
 from overlap_serve.text.tokenizer import Tokenizer
 
 log = logging.getLogger(__name__)
@@ -29,16 +30,20 @@ HEADROOM_BYTES = 128 * 2**20
 MIB = 2**20
 
 
-def build_torch_engine(spec: EngineSpec) -> tuple[Engine, int, str]:
-    """Load the weights, size the pool with what is left, run one warm-up step. -> engine, KV pages, torch version.
+def build_torch_engine(
+    spec: EngineSpec, seat: Seat | None = None, addresses: tuple[str, ...] = ()
+) -> tuple[Engine, int, str]:
+    """Load the weights, size the pool with what is left, run one warm-up step. -> engine, KV pages, torch version. All ranks of an
+    engine must do this at once; they get the same number of pages.
 
     Memory is counted before it is taken: on a CPU the kernel would end the process without a word. Raises ModelLoadError
     (checkpoint) and ConfigError (not enough memory; names the field to change).
     """
     device: Device = CudaDevice() if spec.device == "cuda" else CpuDevice(spec.num_threads)
-    check_weights(spec, weight_bytes(spec), device.free_memory())
+    tp: TP = NoTP() if seat is None else seat.join(addresses, device.torch_device)
+    check_weights(spec, weight_bytes(spec, tp), free_memory(spec, device))
     try:
-        engine, num_pages = _build(spec, device)
+        engine, num_pages = build_on(spec, device, tp)
     except RuntimeError as error:
         if not is_out_of_memory(error):
             raise
@@ -52,7 +57,8 @@ def build_torch_engine(spec: EngineSpec) -> tuple[Engine, int, str]:
     return engine, num_pages, torch.__version__
 
 
-def _build(spec: EngineSpec, device: Device) -> tuple[TorchEngine, int]:
+def build_on(spec: EngineSpec, device: Device, tp: TP) -> tuple[TorchEngine, int]:
+    """This rank's engine, warmed up, and the number of KV pages that all ranks can hold."""
     folder = Path(spec.model_path)
     tokenizer = Tokenizer.from_folder(folder)  # first: it is small, and may be broken
     decoder = build_decoder(
@@ -60,26 +66,30 @@ def _build(spec: EngineSpec, device: Device) -> tuple[TorchEngine, int]:
         load_format=spec.load_format,
         dtype=getattr(torch, spec.dtype),
         device=device.torch_device,
-        tp=NoTP(),
+        tp=tp,
         max_model_len=spec.max_model_len,
         seed=spec.seed,
     )
-    check_pages(spec, device.free_memory() - HEADROOM_BYTES)  # others may have taken some meanwhile
-    num_pages = size_pool(spec, device)
-    engine = TorchEngine(spec, decoder, device, num_pages, num_valid_ids=len(tokenizer))
+    tp.minimum(0)  # before memory is measured, all ranks have loaded
+    check_pages(spec, free_memory(spec, device) - HEADROOM_BYTES)  # others may have taken some meanwhile
+    num_pages = tp.minimum(size_pool(spec, device))
+    engine = TorchEngine(spec, decoder, device, num_pages, num_valid_ids=len(tokenizer), tp=tp)
     warm_up(engine)
     return engine, num_pages
 
 
-def weight_bytes(spec: EngineSpec) -> int:
+def free_memory(spec: EngineSpec, device: Device) -> int:
+    """Bytes that this rank may count on: the ranks of a CPU engine share one memory."""
+    return device.free_memory() // (spec.tp_size if spec.device == "cpu" else 1)
+
+
+def weight_bytes(spec: EngineSpec, tp: TP) -> int:
     """What this rank's parameters and tables will take. Raises ModelLoadError for a config.json that describes no possible model."""
     folder = Path(spec.model_path)
     config = read_config(folder)
     meta = torch.device("meta")  # shapes without memory
     try:
-        shapes = Decoder(
-            config, NoTP(), dtype=getattr(torch, spec.dtype), device=meta, max_model_len=spec.max_model_len
-        )
+        shapes = Decoder(config, tp, dtype=getattr(torch, spec.dtype), device=meta, max_model_len=spec.max_model_len)
     except RuntimeError as error:
         reason = str(error).splitlines()[0]
         raise ModelLoadError(f"{folder / 'config.json'}: no tensor can have these sizes ({reason})") from None

@@ -15,7 +15,7 @@ from torch import Tensor
 from overlap_serve.config import EngineSpec, HostFacts, ModelFacts, ServeConfig, resolve
 from overlap_serve.device.base import StreamFactory
 from overlap_serve.device.cpu import CpuDevice
-from overlap_serve.engine.base import PendingStep
+from overlap_serve.engine.base import Engine, PendingStep
 from overlap_serve.engine.engine import TorchDecoder, TorchEngine
 from overlap_serve.engine.params import SlotParams
 from overlap_serve.engine.sampler import SampleInputs, sample
@@ -154,7 +154,7 @@ class Driver:
 
     def __init__(
         self,
-        engine: TorchEngine,
+        engine: Engine,
         spec: EngineSpec,
         rng: random.Random,
         *,

@@ -136,7 +136,8 @@ class DenseAttend:
         if self.config.attention_soft_cap is not None:
             scores_NTS = self.config.attention_soft_cap * torch.tanh(scores_NTS / self.config.attention_soft_cap)
         num_new, num_all = scores_NTS.shape[1:]
-        past_TS = torch.arange(num_all - num_new, num_all)[:, None] - torch.arange(num_all)  # how long ago
+        at_S = torch.arange(num_all, device=q_TNH.device)
+        past_TS = at_S[num_all - num_new :, None] - at_S  # how long ago
         window = self.config.windows[layer] if self.config.windows else None
         hidden_TS = (past_TS < 0) | (past_TS >= (num_all if window is None else window))
         weights_NTS = scores_NTS.masked_fill(hidden_TS, float("-inf")).softmax(-1).to(v_SNH.dtype)

@@ -49,6 +49,12 @@ class ThreadTP:
     def all_gather(self, t: Tensor) -> Tensor:
         return torch.cat(self.group.exchange(self.rank, t), dim=-1)
 
+    def broadcast(self, t: Tensor) -> Tensor:
+        return self.group.exchange(self.rank, t)[0]
+
+    def minimum(self, value: int) -> int:
+        return min(int(t) for t in self.group.exchange(self.rank, torch.tensor(value)))
+
 
 def logits(folder: Path, tp: TP) -> Tensor:
     decoder = build_decoder(folder, load_format="auto", dtype=torch.float32, device=torch.device("cpu"), tp=tp)
@@ -95,6 +101,12 @@ class Place:
 
     def all_gather(self, t: Tensor) -> Tensor:
         return t
+
+    def broadcast(self, t: Tensor) -> Tensor:
+        return t
+
+    def minimum(self, value: int) -> int:
+        return value
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4, 7, 128])

@@ -35,6 +35,10 @@ class FakeTP:
         raise AssertionError("loading must not communicate")
 
     all_gather = all_reduce
+    broadcast = all_reduce
+
+    def minimum(self, value: int) -> int:
+        raise AssertionError("loading must not communicate")
 
 
 def new_decoder(folder: Path, tp: TP | None = None, dtype: torch.dtype = torch.float32) -> Decoder:

@@ -53,14 +53,14 @@ def test_weight_bytes_are_what_the_decoder_takes(folder: Path, dtype: str) -> No
     decoder = build_decoder(
         folder, load_format="auto", dtype=getattr(torch, dtype), device=torch.device("cpu"), tp=NoTP()
     )
-    assert weight_bytes(spec) == sum(tensor.nbytes for tensor in (*decoder.parameters(), *decoder.buffers()))
+    assert weight_bytes(spec, NoTP()) == sum(tensor.nbytes for tensor in (*decoder.parameters(), *decoder.buffers()))
 
 
 def test_sizes_that_no_tensor_can_have_are_an_error_of_the_model(folder: Path, tmp_path: Path) -> None:
     config = json.loads((folder / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps({**config, "intermediate_size": 2**60}))
     with pytest.raises(ModelLoadError, match=r"config\.json: no tensor can have these sizes"):
-        weight_bytes(make_spec(tmp_path))
+        weight_bytes(make_spec(tmp_path), NoTP())
 
 
 def test_weights_that_do_not_fit_name_dtype_and_model(folder: Path) -> None:

@@ -132,6 +132,15 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
         """K and V values of one token in all layers."""
         return 2 * self.num_layers * self.num_kv_heads * self.head_dim
 
+    def splits(self) -> dict[str, int]:
+        """What tensor-parallel ranks divide evenly, by its name."""
+        splits = {"attention heads": self.num_heads}
+        if self.experts is None or len(self.experts.layers) < self.num_layers:
+            splits["intermediate features"] = self.intermediate_size
+        if self.experts is not None:
+            splits["intermediate features of an expert"] = self.experts.intermediate_size
+        return splits
+
     def has_local_rope(self, layer: int) -> bool:
         return self.local_rope_theta is not None and bool(self.windows) and self.windows[layer] is not None
 

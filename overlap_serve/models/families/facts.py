@@ -50,6 +50,8 @@ def read_facts(folder: Path) -> ModelFacts:
         max_position_embeddings=config.max_position_embeddings,
         vocab_size=config.vocab_size,
         kv_elements_per_token=config.kv_elements_per_token,
+        num_kv_heads=config.num_kv_heads,
+        splits=config.splits(),
         eos_token_ids=tuple(_known(dict.fromkeys(eos), config.vocab_size, folder)),
         generation=_generation_defaults(generation),
     )
