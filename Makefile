@@ -19,7 +19,7 @@ PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check 
 	$(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))
 SOURCES := overlap_serve deployments tests benchmarks
 # What runs on a CPU machine in some minutes.
-BENCHMARKS := loop_overlap_cpu http_load cold_start
+BENCHMARKS := loop_overlap_cpu follower_hop http_load cold_start
 
 # Tests and servers of this machine must not join, or be joined by, another Ray cluster here.
 export RAY_ADDRESS := local

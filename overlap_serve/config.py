@@ -83,8 +83,12 @@ class ServeConfig(_Strict):
     kv_cache_tokens: Positive | None = Field(
         default=None, description="capacity in tokens; default: from kv_memory_fraction"
     )
-    kv_memory_fraction: float = Field(
-        default=0.3, gt=0, le=1, description="of the memory free after the weights are loaded"
+    kv_memory_fraction: float | None = Field(
+        default=None,
+        gt=0,
+        le=1,
+        description="of the memory free after the weights are loaded; default: 0.85 of a GPU's, which the engine has for itself, 0.3 of a "
+        "host's",
     )
     prefix_cache: Literal["radix", "none"] = "radix"
 
@@ -348,8 +352,7 @@ def resolve(config: ServeConfig, model: ModelFacts, host: HostFacts, model_path:
         vocab_size=model.vocab_size,
         page_size=config.page_size,
         num_pages=num_pages,
-        # The ranks of a CPU engine share one memory.
-        kv_memory_fraction=config.kv_memory_fraction / (size if device == "cpu" else 1),
+        kv_memory_fraction=_kv_memory_fraction(config, device),
         kv_elements_per_token=model.kv_elements_on_a_rank(size),
         prefix_cache=config.prefix_cache,
         max_running=config.max_running_requests,
@@ -364,6 +367,13 @@ def resolve(config: ServeConfig, model: ModelFacts, host: HostFacts, model_path:
         tp_size=size,
         rank_timeout_s=config.rank_timeout,
     )
+
+
+def _kv_memory_fraction(config: ServeConfig, device: str) -> float:
+    """Of what one rank sees. The ranks of a CPU engine share one memory."""
+    if device == "cuda":
+        return config.kv_memory_fraction or 0.85
+    return (config.kv_memory_fraction or 0.3) / config.tensor_parallel_size
 
 
 def check_model(config: ServeConfig, model: ModelFacts) -> None:
@@ -424,5 +434,9 @@ def decided(config: ServeConfig, host: HostFacts, spec: EngineSpec) -> dict[str,
         "attention_backend": (spec.attention_backend, "the first that can run here"),
         "num_threads": (spec.num_threads, f"{host.num_cpus} cores, less one for the scheduler where there are several"),
         "kv_cache_tokens": (spec.capacity_tokens(spec.num_pages) or "later", kv_reason),
+        "kv_memory_fraction": (
+            spec.kv_memory_fraction,
+            "of a GPU's memory" if spec.device == "cuda" else "of a host's memory",
+        ),
     }
     return {name: choice for name, choice in choices.items() if getattr(config, name) in ("auto", None)}

@@ -97,3 +97,11 @@ def test_each_rank_holds_its_kv_heads_or_a_copy_of_one(ranks: int, elements: int
     many_cores = HostFacts(num_cpus=17, bf16=False, cuda=False)
     spec = resolve(ServeConfig(tensor_parallel_size=ranks), model_of(8, 4, 96), many_cores, "")
     assert spec.num_threads == 16 // ranks
+
+
+@pytest.mark.parametrize(("given", "cuda", "fraction"), [(None, True, 0.85), (None, False, 0.3), (0.5, True, 0.5)])
+def test_a_gpu_gives_most_of_its_memory_to_the_kv_cache_and_a_host_a_part(
+    given: float | None, cuda: bool, fraction: float
+) -> None:
+    host = HostFacts(num_cpus=2, bf16=True, cuda=cuda)
+    assert resolve(ServeConfig(kv_memory_fraction=given), FACTS, host, "").kv_memory_fraction == fraction
