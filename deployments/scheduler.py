@@ -52,9 +52,7 @@ from overlap_serve.transport import Inbox, Outbox
 log = logging.getLogger(__name__)
 
 STATUS_PERIOD_S = 0.25
-SILENCE_S = (
-    3.0  # a rank that leaves a status call unanswered for this long counts as standing still since its last answer
-)
+SILENCE_S = 3.0  # a rank that answers no status call for so long counts as standing still since its last answer
 STEP_GRACE_S = 2.0  # the collective has the same timeout and names more of the cause
 STOP_TIMEOUT_S = 10.0
 STOP_POLL_S = 0.1
