@@ -184,6 +184,18 @@ class Decoder(nn.Module):
         if not config.tie_word_embeddings:
             self.head = VocabEmbedding(config.vocab_size, config.hidden_size, tp, dtype=dtype, device=device)
 
+    @torch.inference_mode()
+    def pack(self) -> None:
+        """Once, after the weights are loaded, where `packed.can_pack`: faster products, in the same memory but for a tied embedding,
+        which stays beside its packed copy. Experts stay plain."""
+        for module in self.modules():
+            if isinstance(module, Linear):
+                module.pack()
+        if self.config.tie_word_embeddings:
+            self.embed.pack(keep_rows=True)
+        else:
+            self.head.pack(keep_rows=False)
+
     def forward(self, tokens_T: Tensor, positions_T: Tensor, attend: Attend) -> Tensor:
         """-> hidden_TD, after the last norm. Tokens and positions are int32 or int64; each position is below max_model_len.
         `attend` is called once a layer, in order; k and v may be views of a larger tensor."""

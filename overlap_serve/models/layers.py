@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from overlap_serve.models.families import DynamicRope, LinearRope, Llama3Rope, LongRope, RopeScaling, YarnRope
+from overlap_serve.models.packed import PackedWeight
 from overlap_serve.models.tp import TP, vocab_rows, vocab_span
 
 
@@ -26,15 +27,24 @@ def new_parameter(*shape: int, dtype: torch.dtype, device: torch.device) -> nn.P
 
 
 class Linear(nn.Module):
-    """x_XF @ weight^T + bias. Unlike nn.Linear it spends no time on initial values."""
+    """x_XF @ weight^T + bias. Unlike nn.Linear it spends no time on initial values. After `pack` there is no plain weight."""
 
     def __init__(self, num_in: int, num_out: int, *, bias: bool, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__()
         self.weight = new_parameter(num_out, num_in, dtype=dtype, device=device)
         self.bias = new_parameter(num_out, dtype=dtype, device=device) if bias else None
+        self.packed: PackedWeight | None = None
+
+    def pack(self) -> None:
+        """Replace the weight, which is loaded, by a packed one."""
+        self.packed = PackedWeight(self.weight)
+        del self.weight
 
     def forward(self, x_XF: Tensor) -> Tensor:
-        return functional.linear(x_XF, self.weight, self.bias)
+        return self.product(x_XF, self.bias)
+
+    def product(self, x_XF: Tensor, bias: Tensor | None) -> Tensor:
+        return functional.linear(x_XF, self.weight, bias) if self.packed is None else self.packed.linear(x_XF, bias)
 
 
 class RowLinear(Linear):
@@ -49,7 +59,7 @@ class RowLinear(Linear):
     def forward(self, x_XF: Tensor) -> Tensor:
         if self.tp.size == 1:
             return super().forward(x_XF)
-        y_XF = self.tp.all_reduce(functional.linear(x_XF, self.weight))
+        y_XF = self.tp.all_reduce(self.product(x_XF, None))
         return y_XF if self.bias is None else y_XF.add_(self.bias)
 
 
@@ -84,11 +94,24 @@ class RMSNorm(nn.Module):
         super().__init__()
         self.weight = new_parameter(size, dtype=dtype, device=device)
         self.eps = eps
+        self.eps_on_cpu = torch.tensor(eps)
         self.offset = offset
         self.cast_last = cast_last
 
     def forward(self, x_XD: Tensor) -> Tensor:
-        return self.scale(functional.rms_norm(x_XD.float(), self.weight.shape, eps=self.eps), x_XD.dtype)
+        return self.scale(self.normalize(x_XD), x_XD.dtype)
+
+    def normalize(self, x_XD: Tensor) -> Tensor:
+        """x over its root mean square in the last dimension. -> a new tensor in float32.
+
+        torch has a kernel for it on GPUs only: on a CPU its function is seven operators with temporaries as large as x, these are four.
+        """
+        size = x_XD.shape[-1]
+        if x_XD.device.type != "cpu":
+            return functional.rms_norm(x_XD.float(), (size,), eps=self.eps)
+        x32_XD = x_XD.to(torch.float32, copy=True)
+        norm_X1 = torch.linalg.vector_norm(x32_XD, dim=-1, keepdim=True)
+        return x32_XD.mul_(torch.addcmul(self.eps_on_cpu, norm_X1, norm_X1, value=1 / size).rsqrt_())
 
     def scale(self, normed_XD: Tensor, dtype: torch.dtype) -> Tensor:
         """normed_XD: float32, may be overwritten."""
@@ -119,7 +142,7 @@ class HeadNorm(nn.Module):
 
     def forward(self, qk_TNH: Tensor) -> Tensor:
         """qk_TNH: the query heads, then the kv heads. -> a new tensor."""
-        normed_TNH = functional.rms_norm(qk_TNH.float(), qk_TNH.shape[-1:], eps=self.q_norm.eps)
+        normed_TNH = self.q_norm.normalize(qk_TNH)
         q_TNH = self.q_norm.scale(normed_TNH[:, : self.num_heads], qk_TNH.dtype)
         k_TKH = self.k_norm.scale(normed_TNH[:, self.num_heads :], qk_TNH.dtype)
         return torch.cat((q_TNH, k_TKH), dim=1)
@@ -169,6 +192,13 @@ class VocabEmbedding(nn.Module):
         self.weight[vocab_span(vocab_size, tp).length :].zero_()  # the last ranks' padding
         self.vocab_size = vocab_size
         self.tp = tp
+        self.packed: PackedWeight | None = None
+
+    def pack(self, *, keep_rows: bool) -> None:
+        """Pack the weight for `logits`. keep_rows: `forward` goes on, so the plain weight stays beside the packed one."""
+        self.packed = PackedWeight(self.weight)
+        if not keep_rows:
+            del self.weight
 
     def forward(self, tokens_T: Tensor) -> Tensor:
         """-> x_TD, a tensor of its own."""
@@ -182,7 +212,11 @@ class VocabEmbedding(nn.Module):
 
     def logits(self, hidden_BD: Tensor) -> Tensor:
         """-> logits_BV in float32, the whole vocabulary on every rank."""
-        logits_BV = self.tp.all_gather(functional.linear(hidden_BD, self.weight))
+        if self.packed is None:
+            local_BV = functional.linear(hidden_BD, self.weight)
+        else:
+            local_BV = self.packed.linear(hidden_BD, None)
+        logits_BV = self.tp.all_gather(local_BV)
         return logits_BV[:, : self.vocab_size].float()
 
 
@@ -292,4 +326,4 @@ def rotate(x_TNH: Tensor, cos_T1R: Tensor, sin_T1R: Tensor) -> Tensor:
         return torch.cat((rotate(x_TNH[..., :rotary_dim], cos_T1R, sin_T1R), x_TNH[..., rotary_dim:]), dim=-1)
     x32_TNH = x_TNH.float()
     swapped_TNH = x32_TNH.roll(rotary_dim // 2, dims=-1)
-    return torch.addcmul(x32_TNH * cos_T1R, swapped_TNH, sin_T1R).to(x_TNH.dtype)
+    return (x32_TNH * cos_T1R).addcmul_(swapped_TNH, sin_T1R).to(x_TNH.dtype)

@@ -17,6 +17,7 @@ from overlap_serve.engine.kv_pool import page_bytes
 from overlap_serve.errors import ConfigError, ModelLoadError
 from overlap_serve.models.decoder import Decoder
 from overlap_serve.models.families import read_config
+from overlap_serve.models.packed import can_pack
 from overlap_serve.models.tp import TP, NoTP
 from overlap_serve.models.weights import build_decoder
 from overlap_serve.runtime.ranks import Seat
@@ -70,6 +71,8 @@ def build_on(spec: EngineSpec, device: Device, tp: TP) -> tuple[TorchEngine, int
         max_model_len=spec.max_model_len,
         seed=spec.seed,
     )
+    if packs(spec):
+        decoder.pack()
     tp.minimum(0)  # before memory is measured, all ranks have loaded
     check_pages(spec, free_memory(spec, device) - HEADROOM_BYTES)  # others may have taken some meanwhile
     num_pages = tp.minimum(size_pool(spec, device))
@@ -93,7 +96,13 @@ def weight_bytes(spec: EngineSpec, tp: TP) -> int:
     except RuntimeError as error:
         reason = str(error).splitlines()[0]
         raise ModelLoadError(f"{folder / 'config.json'}: no tensor can have these sizes ({reason})") from None
-    return sum(tensor.nbytes for tensor in (*shapes.parameters(), *shapes.buffers()))
+    packed_copy = shapes.embed.weight.nbytes if packs(spec) and config.tie_word_embeddings else 0
+    return packed_copy + sum(tensor.nbytes for tensor in (*shapes.parameters(), *shapes.buffers()))
+
+
+def packs(spec: EngineSpec) -> bool:
+    """Whether weights are packed after loading."""
+    return can_pack(getattr(torch, spec.dtype), torch.device(spec.device))
 
 
 def check_weights(spec: EngineSpec, weights: int, free_bytes: int) -> None:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from overlap_serve.attention.base import AttentionShape, RowLayout
-from overlap_serve.attention.reference import MAX_PADDING, ReferenceAttention, split_rows
+from overlap_serve.attention.reference import BLOCK_TOKENS, MAX_PADDING, SPREAD_MIN_ROWS, ReferenceAttention, split_rows
 
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 2e-2}
 
@@ -162,6 +162,23 @@ def test_decode_rows_between_chunks_keep_their_places() -> None:
 def test_decode_rows_in_several_groups(group_tokens: int) -> None:
     slots = list(range(9))
     run_and_check(layout(slots, [3, 60, 4, 61, 5, 200, 0, 59, 1], [1] * 9), page_size=16, group_tokens=group_tokens)
+
+
+@pytest.mark.parametrize("starts", [[40] * SPREAD_MIN_ROWS, list(range(30, 30 + 2 * SPREAD_MIN_ROWS))], ids=str)
+@pytest.mark.parametrize("heads", [(6, 2), (9, 3), (16, 4), (4, 1)], ids=str)
+@pytest.mark.parametrize("window", [None, 20])
+def test_many_decode_rows_in_bfloat16(window: int | None, heads: tuple[int, int], starts: list[int]) -> None:
+    num_rows = len(starts)
+    rows = layout(list(range(num_rows)), starts, [1] * num_rows)
+    run_and_check(rows, page_size=16, heads=heads, dtype=torch.bfloat16, poison=True, scale=0.3, windows=(window,))
+
+
+@pytest.mark.parametrize(("start", "length"), [(0, BLOCK_TOKENS), (0, 2 * BLOCK_TOKENS + 9), (37, BLOCK_TOKENS + 20)])
+@pytest.mark.parametrize("heads", [(6, 2), (4, 4), (4, 1)], ids=str)
+@pytest.mark.parametrize("window", [None, 50])
+def test_long_chunks_in_bfloat16(window: int | None, heads: tuple[int, int], start: int, length: int) -> None:
+    rows = layout([0, 1], [start, 5], [length, 1])
+    run_and_check(rows, page_size=16, heads=heads, dtype=torch.bfloat16, poison=True, scale=0.3, windows=(window,))
 
 
 @pytest.mark.parametrize("page_size", [1, 16])

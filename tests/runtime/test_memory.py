@@ -14,6 +14,7 @@ from overlap_serve.config import EngineSpec, HostFacts, ServeConfig, resolve
 from overlap_serve.device.cpu import CpuDevice
 from overlap_serve.errors import ConfigError, ModelLoadError
 from overlap_serve.models.families import read_config, read_facts
+from overlap_serve.models.packed import can_pack
 from overlap_serve.models.tp import NoTP
 from overlap_serve.models.weights import build_decoder
 from overlap_serve.runtime import torch_engine
@@ -54,6 +55,16 @@ def test_weight_bytes_are_what_the_decoder_takes(folder: Path, dtype: str) -> No
         folder, load_format="auto", dtype=getattr(torch, dtype), device=torch.device("cpu"), tp=NoTP()
     )
     assert weight_bytes(spec, NoTP()) == sum(tensor.nbytes for tensor in (*decoder.parameters(), *decoder.buffers()))
+
+
+def test_weight_bytes_count_the_packed_copy_of_a_tied_embedding(tmp_path: Path) -> None:
+    make_checkpoint(tmp_path, tie_word_embeddings=True)
+    Tokenizer(models.BPE(vocab={"a": 0, "b": 1}, merges=[])).save(str(tmp_path / "tokenizer.json"))
+    spec = make_spec(tmp_path, dtype="float32")
+    decoder = build_decoder(tmp_path, load_format="auto", dtype=torch.float32, device=torch.device("cpu"), tp=NoTP())
+    loaded = sum(tensor.nbytes for tensor in (*decoder.parameters(), *decoder.buffers()))
+    copy = decoder.embed.weight.nbytes if can_pack(torch.float32, torch.device("cpu")) else 0
+    assert weight_bytes(spec, NoTP()) == loaded + copy
 
 
 def test_sizes_that_no_tensor_can_have_are_an_error_of_the_model(folder: Path, tmp_path: Path) -> None:
