@@ -19,10 +19,12 @@ PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check 
 	$(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))
 SOURCES := overlap_serve deployments tests benchmarks
 # What runs on a CPU machine in some minutes.
-BENCHMARKS := loop_overlap_cpu follower_hop http_load cold_start
+BENCHMARKS := loop_overlap_cpu follower_hop http_load cold_start client_error loop_host_cost
 
 # Tests and servers of this machine must not join, or be joined by, another Ray cluster here.
 export RAY_ADDRESS := local
+# By default Ray starts workers at nice 15: beside any other busy process they would starve, and tests of time with them.
+export RAY_worker_niceness := 0
 export RAY_USAGE_STATS_ENABLED ?= 0
 # On few cores, thread pools of tests that run beside each other only get in their way.
 TEST_ENV := OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1}

@@ -27,6 +27,7 @@ from benchmarks.results import write
 from deployments.rank import SWITCH_INTERVAL_S
 from overlap_serve.cache.prefix import NoPrefixCache
 from overlap_serve.config import EngineSpec, HostFacts, ServeConfig, fake_facts, resolve
+from overlap_serve.device.base import Watch
 from overlap_serve.device.thread import ThreadStreams
 from overlap_serve.engine.base import Engine, PendingStep
 from overlap_serve.engine.fake import FakeEngine, StepInputs
@@ -118,6 +119,9 @@ class Timed:
 
     def device_busy_s(self) -> float:
         return self.engine.device_busy_s()
+
+    def watch_device(self, watch: Watch | None) -> None:
+        self.engine.watch_device(watch)
 
     def close(self) -> None:
         self.engine.close()

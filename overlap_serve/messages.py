@@ -120,8 +120,9 @@ class Failure(msgspec.Struct, frozen=True, array_like=True):
     http_status: int = 500
 
 
-class TokenOutput(msgspec.Struct, frozen=True, array_like=True, tag="tokens"):
-    """New tokens of one choice, and how it ended if it did.
+class TokenOutput(msgspec.Struct, frozen=True, array_like=True, tag="tokens", gc=False):
+    """New tokens of one choice, and how it ended if it did. gc=False: it cannot be part of a cycle, and a thousand made in one step
+    would start the collector.
 
     first_index: index of token_ids[0] among the choice's generated tokens. stop_reason: the stop token id, or the abort cause.
     logprobs: one for each of token_ids, or empty when the request asks for none. prompt_logprobs: of every prompt token, on the

@@ -12,7 +12,7 @@ import sys
 from collections.abc import Sequence
 
 from overlap_serve import __version__
-from overlap_serve.cli import attention, chat, check, completion, generate, models
+from overlap_serve.cli import attention, bench, chat, check, completion, generate, models, trace
 from overlap_serve.cli.options import Run, with_examples
 from overlap_serve.errors import OverlapServeError
 
@@ -53,6 +53,8 @@ def build_parser() -> argparse.ArgumentParser:
     generate.add(commands)
     models.add(commands)
     check.add(commands)
+    bench.add(commands)
+    trace.add(commands)
     attention.add(commands)
     completion.add(commands, parser)
     version = commands.add_parser(

@@ -10,7 +10,6 @@ import argparse
 import re
 import sys
 from contextlib import closing, suppress
-from pathlib import Path
 
 from overlap_serve.cli.options import (
     Commands,
@@ -18,6 +17,7 @@ from overlap_serve.cli.options import (
     add_sampling_options,
     completes_files,
     open_llm,
+    read_key,
     sampling_of,
     with_examples,
 )
@@ -87,16 +87,7 @@ def _talker(args: argparse.Namespace) -> Talker:
         if args.api_key is not None:
             raise ConfigError("--api-key is for a server; give its --url too")
         return OfflineTalker(open_llm(args), sampling_of(args))
-    return UrlTalker(args.url or DEFAULT_URL, args.model, _key(args.api_key), sampling_of(args), args.timeout)
-
-
-def _key(given: str | None) -> str | None:
-    if given is None or not given.startswith("@"):
-        return given
-    try:
-        return Path(given[1:]).read_text().strip()
-    except OSError as error:
-        raise ConfigError(f"--api-key: {error}") from None
+    return UrlTalker(args.url or DEFAULT_URL, args.model, read_key(args.api_key), sampling_of(args), args.timeout)
 
 
 class Console:

@@ -11,9 +11,10 @@ import shtab
 import yaml
 
 from overlap_serve.cli.files import only_args
-from overlap_serve.config import DEFAULT_MODEL, parse_config
+from overlap_serve.config import DEFAULT_MODEL, ServeConfig, parse_config
 from overlap_serve.errors import ConfigError
 from overlap_serve.llm import LLM
+from overlap_serve.llm.arguments import offline_config
 
 Commands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"  # a text: generic for type checkers only
 Run = Callable[[argparse.Namespace], int]
@@ -99,13 +100,28 @@ def sampling_of(args: argparse.Namespace) -> dict[str, object]:
     return given | dict(args.params)
 
 
+def read_key(given: str | None) -> str | None:
+    """What --api-key names: a key, or with @ the file that holds it. Raises ConfigError."""
+    if given is None or not given.startswith("@"):
+        return given
+    try:
+        return Path(given[1:]).read_text().strip()
+    except OSError as error:
+        raise ConfigError(f"--api-key: {error}") from None
+
+
 def open_llm(args: argparse.Namespace) -> LLM:
     """The offline engine that the options describe. Raises ConfigError, ModelLoadError."""
+    return LLM(engine_config(args))
+
+
+def engine_config(args: argparse.Namespace) -> ServeConfig:
+    """Of the offline engine that the options describe. Raises ConfigError."""
     fields = {name: value for name in ("model", "engine", "device") if (value := vars(args)[name]) is not None}
     fields |= dict(args.settings)
     if args.config is None:
         model = fields.pop("model", DEFAULT_MODEL)
         if not isinstance(model, str):
             raise ConfigError(f"model: must be a text (given: {model!r})")
-        return LLM(model, **fields)
-    return LLM(parse_config({**only_args(args.config), **fields}))
+        return offline_config(model, fields)
+    return parse_config({**only_args(args.config), **fields})

@@ -8,13 +8,25 @@ host state moves at launch, not inside.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 if TYPE_CHECKING:
     # The fake engine's process uses streams and never loads torch (1-3 s and 250 MB per rank).
     import torch
 
 Work = Callable[[], None]
+
+
+class Span(NamedTuple):
+    """One work of a stream, seen from the stream: begin and end by `time.monotonic`, and the seconds of these that it was busy
+    (what a stream's thread waits for the GIL is idle time)."""
+
+    begin: float
+    end: float
+    busy_s: float
+
+
+Watch = Callable[[Span], object]
 
 
 class Event(Protocol):
@@ -41,6 +53,9 @@ class Stream(Protocol):
 
     def busy_s(self) -> float:
         """Seconds that this stream has spent running work since it was made; idle and GIL waits excluded where measurable."""
+
+    def watch(self, watch: Watch | None) -> None:
+        """From now on tell `watch` of every work that ends, in order, from any thread, perhaps some works late; None: of none."""
 
     def close(self) -> None:
         """Finish or drop what is queued and release the thread. Idempotent."""

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import torch
 
-from overlap_serve.device.base import Event, Stream, StreamFactory, Work
+from overlap_serve.device.base import Event, Stream, StreamFactory, Watch, Work
 from overlap_serve.device.thread import ThreadStream
 
 
@@ -84,6 +84,9 @@ class CpuStream:
 
     def busy_s(self) -> float:
         return self._inner.busy_s()
+
+    def watch(self, watch: Watch | None) -> None:
+        self._inner.watch(watch)
 
     def close(self) -> None:
         if self._on_close is not None:

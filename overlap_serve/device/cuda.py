@@ -6,11 +6,12 @@ idea: nothing here waits for the device but `Event.synchronize` and `Device.sync
 
 from __future__ import annotations
 
+import time
 from collections import deque
 
 import torch
 
-from overlap_serve.device.base import Event, Stream, Work
+from overlap_serve.device.base import Event, Span, Stream, Watch, Work
 
 MAX_UNREAD_SPANS = 256  # pairs of timing events kept before finished ones are summed
 
@@ -45,6 +46,10 @@ class CudaStream:
         self._error: BaseException | None = None
         self._busy_s = 0.0
         self._spans: deque[tuple[torch.cuda.Event, torch.cuda.Event]] = deque()
+        self._watch: Watch | None = None
+        self._origin: tuple[torch.cuda.Event, float] | None = (
+            None  # a point of the stream, and its time on the host's clock
+        )
 
     def launch(self, work: Work) -> None:
         if self._error is not None:
@@ -78,8 +83,25 @@ class CudaStream:
         """Device time between the first and the last kernel of each finished work, gaps within it included. No sync."""
         while self._spans and self._spans[0][1].query():  # type: ignore[no-untyped-call]
             begin, end = self._spans.popleft()
-            self._busy_s += begin.elapsed_time(end) / 1e3
+            busy_s = begin.elapsed_time(end) / 1e3
+            self._busy_s += busy_s
+            if self._watch is not None and self._origin is not None:
+                point, point_s = self._origin
+                begin_s = point_s + point.elapsed_time(begin) / 1e3
+                self._watch(Span(begin_s, begin_s + busy_s, busy_s))
         return self._busy_s
+
+    def watch(self, watch: Watch | None) -> None:
+        """Waits for the stream, to set its clock by the host's and to leave out what was launched before. Spans come when `busy_s` is
+        asked for, or many are unread."""
+        origin = None
+        if watch is not None:
+            point = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+            point.record(self._stream)
+            point.synchronize()
+            origin = (point, time.monotonic())
+        self.busy_s()
+        self._watch, self._origin = watch, origin
 
     def close(self) -> None:
         self._stream.synchronize()

@@ -11,7 +11,7 @@ from __future__ import annotations
 import random
 from collections import deque
 
-from overlap_serve.device.base import Event, Work
+from overlap_serve.device.base import Event, Watch, Work
 
 
 class SteppedEvent:
@@ -49,6 +49,9 @@ class SteppedStream:
 
     def busy_s(self) -> float:
         return 0.0
+
+    def watch(self, watch: Watch | None) -> None:
+        """Nothing to tell: here work has an order and no time."""
 
     def close(self) -> None:
         while self._queue:

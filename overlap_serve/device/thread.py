@@ -11,30 +11,36 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from queue import SimpleQueue
 
-from overlap_serve.device.base import Event, Work
+from overlap_serve.device.base import Event, Span, Watch, Work
 
 
 class ThreadEvent:
     """Set by the stream's thread when it reaches the recorded point."""
 
     def __init__(self) -> None:
-        self._reached = threading.Event()
+        # A lock that is held until then: a fifth of the cost of threading.Event, and made twice a step.
+        self._ahead = threading.Lock()
+        self._ahead.acquire()
+        self._reached = False  # apart from the lock, which waiters hold for a moment
         self._error: BaseException | None = None
 
     def reach(self, error: BaseException | None) -> None:
         """Called once, by the stream's thread."""
         self._error = error
-        self._reached.set()
+        self._reached = True
+        self._ahead.release()
 
     def done(self) -> bool:
-        if not self._reached.is_set():
+        if not self._reached:
             return False
         if self._error is not None:
             raise self._error
         return True
 
     def synchronize(self) -> None:
-        self._reached.wait()
+        if not self._reached:
+            with self._ahead:
+                pass
         self.done()
 
 
@@ -58,6 +64,7 @@ class ThreadStream:
         self._busy_s = 0.0
         self._enter = enter
         self._clock = clock
+        self._watch: Watch | None = None
         self._thread = threading.Thread(target=self._run, name=f"stream-{name}", daemon=True)
         self._thread.start()
 
@@ -75,6 +82,9 @@ class ThreadStream:
     def busy_s(self) -> float:
         return self._busy_s
 
+    def watch(self, watch: Watch | None) -> None:
+        self._watch = watch
+
     def close(self) -> None:
         if self._thread.is_alive():
             self._queue.put(None)
@@ -89,13 +99,17 @@ class ThreadStream:
                     self._work(*item)
 
     def _work(self, work: Work, counts: bool) -> None:
-        begin = self._clock()
+        began, begin = time.monotonic(), self._clock()
         try:
             work()
         except BaseException as error:
             self._error = error
         if counts:
-            self._busy_s += self._clock() - begin
+            busy_s = self._clock() - begin
+            self._busy_s += busy_s
+            if self._watch is not None:
+                end = time.monotonic()
+                self._watch(Span(began, end, min(busy_s, end - began)))
 
 
 class ThreadStreams:

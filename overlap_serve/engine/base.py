@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Protocol
 
+from overlap_serve.device.base import Watch
 from overlap_serve.step import StepPlan, StepResult
 
 
@@ -25,6 +26,9 @@ class Engine(Protocol):
 
     def device_busy_s(self) -> float:
         """Seconds of device work since the start."""
+
+    def watch_device(self, watch: Watch | None) -> None:
+        """See `Stream.watch`; of the stream where the model runs."""
 
     def close(self) -> None:
         """Wait for what is in flight and release streams. Idempotent."""

@@ -25,31 +25,30 @@ class StepRows:
 
 
 class BatchMirror:
-    """Slot-indexed lengths, and the joins in order. `apply` is the only thing that changes it."""
+    """Slot-indexed lengths, and the joins in order. `apply` is the only thing that changes it.
+
+    joins: by slot; a new dict whenever it changes, so a step in flight may keep the one it was launched with. Steps in which nobody
+    comes or goes cost a few numpy operations, whatever the number of rows.
+    """
 
     def __init__(self, num_slots: int) -> None:
         self.joins: dict[int, Join] = {}  # insertion order is row order
+        self._joined = np.empty(0, dtype=np.int64)  # its keys
         self.computed_S = np.zeros(num_slots, dtype=np.int64)
         self.known_S = np.zeros(num_slots, dtype=np.int64)
 
     def apply(self, plan: StepPlan) -> StepRows:
         """Advance the batch by one plan and return its rows."""
-        for slot in plan.leaves:
-            del self.joins[slot]
-        for join in plan.joins:
-            assert join.slot not in self.joins, f"slot {join.slot} joined twice"
-            self.joins[join.slot] = join
-            self.computed_S[join.slot] = join.start
-            self.known_S[join.slot] = len(join.token_ids) // 4
-        chunked = dict(plan.chunks)
-        sits_out = set(plan.skips) | set(chunked)
-        joined = np.fromiter(self.joins, dtype=np.int64, count=len(self.joins))
-        decoding = joined[self.known_S[joined] - self.computed_S[joined] == 1]
-        if sits_out:
-            decoding = np.array([slot for slot in decoding.tolist() if slot not in sits_out], dtype=np.int64)
-        slots_B = np.concatenate([np.fromiter(chunked, dtype=np.int64, count=len(chunked)), decoding])
+        if plan.leaves or plan.joins:
+            self._change(plan)
+        joined = self._joined
+        slots_B = joined[self.known_S[joined] - self.computed_S[joined] == 1]
+        if plan.chunks or plan.skips:
+            chunked = np.array([slot for slot, _ in plan.chunks], dtype=np.int64)
+            decoding = slots_B[~np.isin(slots_B, np.concatenate([chunked, np.array(plan.skips, dtype=np.int64)]))]
+            slots_B = np.concatenate([chunked, decoding])
         lengths_B = np.ones(len(slots_B), dtype=np.int64)
-        lengths_B[: len(chunked)] = list(chunked.values())
+        lengths_B[: len(plan.chunks)] = [length for _, length in plan.chunks]
         starts_B = self.computed_S[slots_B]
         ends_B = starts_B + lengths_B
         samples_B = ends_B == self.known_S[slots_B]
@@ -57,3 +56,15 @@ class BatchMirror:
         self.computed_S[slots_B] = ends_B
         self.known_S[slots_B] += samples_B
         return StepRows(slots_B, starts_B, lengths_B, samples_B)
+
+    def _change(self, plan: StepPlan) -> None:
+        joins = dict(self.joins)
+        for slot in plan.leaves:
+            del joins[slot]
+        for join in plan.joins:
+            assert join.slot not in joins, f"slot {join.slot} joined twice"
+            joins[join.slot] = join
+            self.computed_S[join.slot] = join.start
+            self.known_S[join.slot] = len(join.token_ids) // 4
+        self.joins = joins
+        self._joined = np.fromiter(joins, dtype=np.int64, count=len(joins))

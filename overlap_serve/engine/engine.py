@@ -22,7 +22,7 @@ from torch import Tensor
 from overlap_serve.attention.base import Attend, AttentionBackend, AttentionShape
 from overlap_serve.attention.select import select
 from overlap_serve.config import EngineSpec
-from overlap_serve.device.base import Device, Event
+from overlap_serve.device.base import Device, Event, Watch
 from overlap_serve.engine.base import PendingStep
 from overlap_serve.engine.batch import BatchMirror
 from overlap_serve.engine.inputs import InputBuilder, PromptScores, SampledScores, Scores, StepBuffer, StepInputs
@@ -205,6 +205,9 @@ class TorchEngine:
 
     def device_busy_s(self) -> float:
         return self._engine_stream.busy_s()
+
+    def watch_device(self, watch: Watch | None) -> None:
+        self._engine_stream.watch(watch)
 
     def close(self) -> None:
         self._scheduler_stream.close()  # first: the engine stream may wait for it

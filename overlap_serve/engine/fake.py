@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from overlap_serve.config import FAKE_EOS_ID
-from overlap_serve.device.base import Event, StreamFactory
+from overlap_serve.device.base import Event, StreamFactory, Watch
 from overlap_serve.engine.batch import BatchMirror, StepRows
 from overlap_serve.sampling import SamplingParams, TokenLogprob
 from overlap_serve.step import Join, StepPlan, StepResult
@@ -104,12 +104,17 @@ class StepInputs:
 
     plan: StepPlan
     rows: StepRows
-    joins: list[Join]  # of the sampled rows
+    batch: dict[int, Join]  # by slot, when the step was launched
     asks: list[tuple[Join, int, int]]  # positions [begin, end) predict prompt tokens whose logprobs are asked for
     # Written by the sampler:
     token_ids: list[int] = field(default_factory=list)
     logprobs: dict[int, TokenLogprob] = field(default_factory=dict)  # by sampled row
     prompt_logprobs: list[tuple[int, tuple[TokenLogprob, ...]]] = field(default_factory=list)
+
+    @property
+    def joins(self) -> list[Join]:
+        """Of the sampled rows; asked for by the sampler, so that launching costs the host nothing for a row."""
+        return [self.batch[slot] for slot in self.rows.slots_B[self.rows.samples_B].tolist()]
 
 
 class FakePending:
@@ -155,8 +160,7 @@ class FakeEngine:
 
     def launch_forward(self, plan: StepPlan) -> None:
         rows = self._batch.apply(plan)
-        sampled = rows.slots_B[rows.samples_B].tolist()
-        inputs = StepInputs(plan, rows, [self._batch.joins[slot] for slot in sampled], self._prompt_asks(plan, rows))
+        inputs = StepInputs(plan, rows, self._batch.joins, self._prompt_asks(plan, rows))
         entries = self._page_entries(plan)
         self._scheduler_stream.launch(lambda: self.prepare(inputs, entries))
         self._engine_stream.wait(self._scheduler_stream.record())  # sync point 1
@@ -171,6 +175,9 @@ class FakeEngine:
 
     def device_busy_s(self) -> float:
         return self._engine_stream.busy_s()
+
+    def watch_device(self, watch: Watch | None) -> None:
+        self._engine_stream.watch(watch)
 
     def close(self) -> None:
         self._engine_stream.close()

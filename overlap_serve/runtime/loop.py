@@ -10,7 +10,7 @@ Grammar masks, when they come, go between the two launches: forward of N, proces
 from __future__ import annotations
 
 import logging
-from collections import deque
+from collections import defaultdict, deque
 
 from overlap_serve.engine.base import Engine, PendingStep
 from overlap_serve.messages import AbortRequest, Failure, GenerateRequest, LoopAnswer, LoopOrder, Message, Stop
@@ -105,7 +105,8 @@ class OverlapLoop:
         for message in messages:
             self._handle(message, inflight)
         now = self._clock()
-        self._send(self._scheduler.expire(now))
+        if now >= self._scheduler.next_deadline:
+            self._send(self._scheduler.expire(now))
         if now >= self._drain_until:
             self._drain_until = INFINITY
             self._send(self._scheduler.abort_all("shutdown", now))
@@ -145,9 +146,9 @@ class OverlapLoop:
 
     def _send(self, outputs: Outputs) -> None:
         """One message for each detokenizer, one for the control plane."""
-        by_endpoint: dict[str, list[Message]] = {}
+        by_endpoint: defaultdict[str, list[Message]] = defaultdict(list)
         for endpoint, output in outputs.tokens:
-            by_endpoint.setdefault(endpoint, []).append(output)
+            by_endpoint[endpoint].append(output)
         for endpoint, messages in by_endpoint.items():
             self._outbox.send(endpoint, messages)
         if outputs.ended and self._control:

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import msgspec
 
 from overlap_serve.metrics import SchedulerMetrics
+from overlap_serve.runtime.trace import LoopTrace, Round
 from overlap_serve.scheduler.outputs import Counters
 from overlap_serve.scheduler.scheduler import Scheduler
 from overlap_serve.step import StepPlan
@@ -41,7 +42,7 @@ class Totals(msgspec.Struct):
 
 
 class LoopMeter:
-    """metrics None: heartbeat only (tests, benchmarks)."""
+    """metrics None: heartbeat only (tests, benchmarks). trace: where rounds with work are noted; None: nowhere."""
 
     def __init__(
         self,
@@ -49,13 +50,16 @@ class LoopMeter:
         *,
         device_busy_s: Callable[[], float] = lambda: 0.0,
         clock: Callable[[], float] = time.monotonic,
+        trace: LoopTrace | None = None,
     ) -> None:
         self.clock = clock
+        self.trace = trace
         self.progress = Progress(at=clock())
         self.totals = Totals()
         self._metrics = metrics
         self._device_busy_s = device_busy_s
         self._published = Counters()
+        self._unpublished: list[tuple[float, float, float, float, int]] = []  # plan, launch, wait, process (s), tokens
         self._publish_at = 0.0
         self._round_began = clock()
 
@@ -76,16 +80,21 @@ class LoopMeter:
         if not blocked:
             self.totals.rounds_s += end - self._round_began
             self.totals.host_s += end - self._round_began - waited_s
+            if self.trace is not None:
+                step, num_tokens = (-1, 0) if plan is None else (plan.step, scheduler.last_step_tokens)
+                self.trace.add_round(
+                    Round(step, num_tokens, self._round_began, begin, planned, launched, waited_s, end)
+                )
         self._round_began = end
         self.progress.at = end
         self.progress.runnable = not scheduler.at_rest
         self.progress.draining = scheduler.draining
         if self._metrics is not None and plan is not None:
-            self._metrics.step_s["plan"].observe(planned - begin)
-            self._metrics.step_s["launch"].observe(launched - planned)
-            self._metrics.step_s["wait"].observe(waited_s)
-            self._metrics.step_s["process"].observe(end - launched - waited_s)
-            self._metrics.step_tokens.observe(scheduler.last_step_tokens)
+            # Observed when published: five histograms a step would cost as much as planning a small one.
+            process_s = end - launched - waited_s
+            self._unpublished.append(
+                (planned - begin, launched - planned, waited_s, process_s, scheduler.last_step_tokens)
+            )
         if blocked or end >= self._publish_at:
             self._publish_at = end + PUBLISH_S
             self._publish(scheduler)
@@ -121,6 +130,7 @@ class LoopMeter:
         metrics.preemptions.inc(now.preemptions - before.preemptions)
         metrics.repairs.inc(now.repairs - before.repairs)
         self._published = msgspec.structs.replace(now)
+        self._observe_steps(metrics)
         for times in scheduler.times:
             for histogram, seconds in (
                 (metrics.queue_time, times.queue_s),
@@ -129,6 +139,16 @@ class LoopMeter:
             ):
                 if seconds is not None:
                     histogram.observe(seconds)
+
+    def _observe_steps(self, metrics: SchedulerMetrics) -> None:
+        step_s = metrics.step_s
+        for plan_s, launch_s, wait_s, process_s, num_tokens in self._unpublished:
+            step_s["plan"].observe(plan_s)
+            step_s["launch"].observe(launch_s)
+            step_s["wait"].observe(wait_s)
+            step_s["process"].observe(process_s)
+            metrics.step_tokens.observe(num_tokens)
+        self._unpublished.clear()
 
     def _gauge(self, scheduler: Scheduler, metrics: SchedulerMetrics, pages: dict[str, int]) -> None:
         metrics.running.set(scheduler.num_running)

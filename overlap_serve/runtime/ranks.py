@@ -13,6 +13,7 @@ from collections import deque
 from typing import TYPE_CHECKING
 
 from overlap_serve.config import EngineSpec
+from overlap_serve.device.base import Watch
 from overlap_serve.engine.base import Engine, PendingStep
 from overlap_serve.errors import InternalError
 from overlap_serve.messages import Stop
@@ -88,6 +89,9 @@ class LeadingEngine:
 
     def device_busy_s(self) -> float:
         return self._engine.device_busy_s()
+
+    def watch_device(self, watch: Watch | None) -> None:
+        self._engine.watch_device(watch)
 
     def close(self) -> None:
         for follower in self._followers:

@@ -52,6 +52,22 @@ def times_of(req: Req, now: float) -> Times:
     )
 
 
+def next_output(req: Req, token: int, logprobs: tuple[TokenLogprob, ...]) -> TokenOutput:
+    """The newest token of a choice whose stream is open and goes on: once for each row and step."""
+    return TokenOutput(
+        req.rid,
+        req.attempt,
+        req.choice,
+        len(req.tokens) - req.prompt_len - 1,
+        (token,),
+        None,
+        None,
+        None,
+        None,
+        logprobs,
+    )
+
+
 def token_output(
     req: Req, endpoint: str, token_ids: tuple[int, ...], logprobs: tuple[TokenLogprob, ...]
 ) -> TokenOutput:

@@ -42,10 +42,13 @@ class Req:
     """State of one choice. Compared by identity; ordered by `key`: lower priority value, then earlier arrival, then choice."""
 
     __slots__ = (
+        "attempt",
         "blocked",
         "bypassed",
         "cached_tokens",
         "choice",
+        "counts",
+        "detokenizer",
         "end_ids",
         "failure",
         "finish",
@@ -65,6 +68,7 @@ class Req:
         "pages",
         "prompt_len",
         "prompt_logprobs",
+        "rid",
         "slot",
         "state",
         "stop_reason",
@@ -74,7 +78,11 @@ class Req:
     def __init__(self, group: Group, choice: int, prompt: list[int], limit: int) -> None:
         request = group.request
         self.group = group
+        self.rid = request.rid
+        self.attempt = request.attempt
         self.choice = choice
+        self.detokenizer = request.route.detokenizer
+        self.counts = not request.probe  # in the numbers of tokens
         self.key = (request.priority, group.seq, choice)
         self.prompt_len = len(prompt)
         self.tokens = array("i", prompt)

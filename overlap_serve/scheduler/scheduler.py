@@ -23,7 +23,7 @@ from overlap_serve.messages import AbortRequest, Ended, Failure, GenerateRequest
 from overlap_serve.sampling import AbortCause, FinishReason, SamplingParams, TokenLogprob
 from overlap_serve.scheduler import policy
 from overlap_serve.scheduler.limits import INFINITY, Limits
-from overlap_serve.scheduler.outputs import Counters, Outputs, Times, times_of, token_output
+from overlap_serve.scheduler.outputs import Counters, Outputs, Times, next_output, times_of, token_output
 from overlap_serve.scheduler.req import Group, Req, ReqState
 from overlap_serve.scheduler.room import Room
 from overlap_serve.step import Join, StepPlan, StepResult
@@ -38,13 +38,15 @@ class _Planned(NamedTuple):
 
 
 class _Decode(NamedTuple):
-    """The decode part of a plan. pressed: pages are short, so nobody is admitted in this step."""
+    """The decode part of a plan. pressed: pages are short, so nobody is admitted in this step. prefilling: other rows have more to
+    do than one token."""
 
     rows: list[Req]  # in join order
     skipped: list[Req]
     new_pages: list[tuple[int, int]]
     prefill_tokens: int
     pressed: bool
+    prefilling: bool
 
 
 class Scheduler:
@@ -211,7 +213,15 @@ class Scheduler:
         chunks, joins = self._plan_prefill(decode, now)
         scoring = [(req, req.num_computed) for req in chunks if req.scores_prompt]
         rows = [(req, self._advance(req, length)) for req, length in chunks.items()]
-        rows += [(req, self._advance(req, 1)) for req in decode.rows]
+        exhausted = [req for req in chunks if req.exhausted]
+        for req in decode.rows:
+            # `_advance` by one, written out, as all that runs once for each row and step is.
+            req.num_computed += 1
+            req.num_pending = num_pending = req.num_pending + 1
+            req.inflight += 1
+            if len(req.tokens) + num_pending >= req.limit:
+                exhausted.append(req)
+        rows += [(req, True) for req in decode.rows]
         if not rows:
             return None
         plan = StepPlan(
@@ -226,9 +236,8 @@ class Scheduler:
         self._leaves = []
         self._next_step += 1
         self.last_step_tokens = sum(chunks.values()) + len(decode.rows)
-        for req, _ in rows:
-            if req.exhausted:
-                self._leave(req)
+        for req in exhausted:
+            self._leave(req)
         return plan
 
     def _advance(self, req: Req, length: int) -> bool:
@@ -241,10 +250,10 @@ class Scheduler:
 
     def _plan_decode(self) -> _Decode:
         """Choose decode rows, give them their pages, and preempt where pages run out (ADR-0003, ADR-0011)."""
-        ready = [req for req in self._running if req.todo == 1]
+        ready, skipped_before, at_page_end = self._look_at_rows()
         prefilling = len(self._running) > len(ready)
         wants_prefill = prefilling or (bool(self._waiting) and self._room.slots.num_free > 0)
-        starved = sum(req.num_skipped >= self.limits.max_decode_gap_steps for req in ready)
+        starved = sum(req.num_skipped >= self.limits.max_decode_gap_steps for req in skipped_before)
         split = policy.split_budget(
             self.limits.max_step_tokens,
             len(ready),
@@ -257,21 +266,46 @@ class Scheduler:
         if split.decode_rows < len(ready):
             longest_gap = set(sorted(ready, key=lambda req: -req.num_skipped)[: split.decode_rows])
             chosen = [req for req in ready if req in longest_gap]
-        new_pages, short = self._grow(chosen)
-        if short or self._headroom(chosen) < 0:
-            self._relieve(chosen, short)
+            at_page_end = [req for req in at_page_end if req in longest_gap]
+        new_pages, short = self._grow(at_page_end)
+        rows, skipped = chosen, []
+        if short or self._headroom(at_page_end) < 0:
+            self._relieve(at_page_end, short)
             retried, short = self._grow([req for req in short if req.state is ReqState.RUNNING])
             new_pages += retried
-        waiting_for_page = set(short)
-        rows = [req for req in chosen if req.state is ReqState.RUNNING and req not in waiting_for_page]
-        running = set(rows)
-        skipped = [req for req in ready if req.state is ReqState.RUNNING and req not in running]
+            waiting_for_page = set(short)
+            rows = [req for req in chosen if req.state is ReqState.RUNNING and req not in waiting_for_page]
+        if len(rows) < len(ready):
+            running = set(rows)
+            skipped = [req for req in ready if req.state is ReqState.RUNNING and req not in running]
+            new_pages = [(req, page) for req, page in new_pages if req in running]
+        self._count_skips(rows, skipped, skipped_before)
+        granted = [(req.slot, page) for req, page in new_pages]
+        return _Decode(rows, skipped, granted, split.prefill_tokens, bool(short), prefilling)
+
+    def _look_at_rows(self) -> tuple[list[Req], list[Req], list[Req]]:
+        """Rows with one token to do, in join order; of these, those that sat out the step before, and those that need a page for this
+        step or for the next: in most steps few, and only they can make pages short."""
+        ready: list[Req] = []
+        skipped_before: list[Req] = []
+        at_page_end: list[Req] = []
+        page_size = self.limits.page_size
+        for req in self._running:
+            num_computed = req.num_computed
+            if len(req.tokens) + req.num_pending - num_computed == 1:
+                ready.append(req)
+                if req.num_skipped:
+                    skipped_before.append(req)
+                if num_computed + 1 >= len(req.pages) * page_size:
+                    at_page_end.append(req)
+        return ready, skipped_before, at_page_end
+
+    def _count_skips(self, rows: list[Req], skipped: list[Req], skipped_before: list[Req]) -> None:
+        if skipped_before:
+            for req in rows:
+                req.num_skipped = 0
         for req in skipped:
             req.num_skipped += 1
-        for req in rows:
-            req.num_skipped = 0
-        granted = [(req.slot, page) for req, page in new_pages if req in running]
-        return _Decode(rows, skipped, granted, split.prefill_tokens, bool(short))
 
     def _needs_page(self, req: Req, ahead: int = 0) -> bool:
         return (req.num_computed + ahead) // self.limits.page_size >= len(req.pages)
@@ -295,7 +329,8 @@ class Scheduler:
         return req.inflight > 0 and bool(req.end_ids) and not masked
 
     def _headroom(self, rows: list[Req]) -> int:
-        """Pages left for the step after this one, counting those that come back late; below 0: preempt now, one step ahead."""
+        """Pages left for the step after this one, counting those that come back late; below 0: preempt now, one step ahead.
+        rows: all that may need one."""
         needed = sum(
             self._needs_page(req, 1) and req.num_planned + 1 < req.limit and not self._may_end(req) for req in rows
         )
@@ -320,7 +355,9 @@ class Scheduler:
         budget = decode.prefill_tokens
         chunks: dict[Req, int] = {}
         joins: list[Join] = []
-        rows = sorted((req for req in self._running if req.todo > 1), key=lambda req: req.key)
+        rows: list[Req] = []
+        if decode.prefilling:
+            rows = sorted((req for req in self._running if req.todo > 1), key=lambda req: req.key)
         for i, req in enumerate(rows):
             if budget > 0:
                 others_wait = i == 0 and (len(rows) > 1 or bool(self._waiting))
@@ -424,17 +461,22 @@ class Scheduler:
         if planned.scoring:
             self._keep_prompt_logprobs(planned, result)
         ids, logprobs = iter(result.token_ids), _of_rows(result.logprobs)
+        num_generated = num_discarded = 0
+        leaving = ReqState.LEAVING
         for req, samples in planned.rows:
-            req.inflight -= 1
+            req.inflight = inflight = req.inflight - 1
             if samples:
                 req.num_pending -= 1
                 token, entries = next(ids), next(logprobs)
                 if req.finish is None:
+                    num_generated += req.counts
                     self._append(req, token, entries, now, out)
                 else:
-                    self.counters.discarded_tokens += 1
-            if req.inflight == 0 and req.state is ReqState.LEAVING:
+                    num_discarded += 1
+            if inflight == 0 and req.state is leaving:
                 self._release(req)
+        self.counters.generated_tokens += num_generated
+        self.counters.discarded_tokens += num_discarded
         return out
 
     def _keep_prompt_logprobs(self, planned: _Planned, result: StepResult) -> None:
@@ -447,8 +489,11 @@ class Scheduler:
                 req.prompt_logprobs += by_slot.get(req.slot, ())[num_known:]
 
     def _append(self, req: Req, token: int, logprobs: tuple[TokenLogprob, ...], now: float, out: Outputs) -> None:
-        req.tokens.append(token)
-        self.counters.generated_tokens += not req.group.request.probe
+        tokens = req.tokens
+        tokens.append(token)
+        if req.opened and token not in req.end_ids and len(tokens) < req.limit:
+            out.tokens.append((req.detokenizer, next_output(req, token, logprobs)))
+            return
         if req.first_token is None:
             assert not req.scores_prompt, "logprobs of prompt tokens were lost"
             req.first_token = now
@@ -495,8 +540,7 @@ class Scheduler:
             out.ended.append(Ended(group.request.rid, group.request.attempt))
 
     def _emit(self, req: Req, token_ids: tuple[int, ...], logprobs: tuple[TokenLogprob, ...], out: Outputs) -> None:
-        output = token_output(req, self._endpoint, token_ids, logprobs)
-        out.tokens.append((req.group.request.route.detokenizer, output))
+        out.tokens.append((req.detokenizer, token_output(req, self._endpoint, token_ids, logprobs)))
 
     def _leave(self, req: Req) -> None:
         """Out of the batch: the engine drops the slot with the next plan. Pages and slot stay until nothing in flight holds them."""

@@ -22,7 +22,7 @@ from tests.http_rig import http_rig
 ROOT = Path(__file__).parent.parent.parent
 COMMANDS = [
     ("chat",), ("generate",), ("models",), ("models", "prepare"), ("config",), ("config", "check"), ("completion",), ("version",),
-    ("install-attention",),
+    ("install-attention",), ("bench",), ("bench", "serve"), ("bench", "offline"), ("bench", "loop"), ("trace",),
 ]  # fmt: skip
 
 

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
+import time
+
 import pytest
 import torch
 
+from overlap_serve.device.base import Span
 from overlap_serve.device.cuda import MAX_UNREAD_SPANS, CudaDevice
 
 pytestmark = [
@@ -91,3 +95,28 @@ def test_busy_time_is_device_time_and_old_spans_are_summed() -> None:
     stream.record().synchronize()
     assert one <= stream.busy_s() < 20 * one
     stream.close()
+
+
+def test_a_watched_stream_tells_where_on_the_hosts_clock_its_work_ran() -> None:
+    device = CudaDevice()
+    stream = device.new_stream("engine")
+    stream.launch(spin)  # not watched yet
+    spans: list[Span] = []
+    stream.watch(spans.append)
+    begin = time.monotonic()
+    for _ in range(3):
+        stream.launch(spin)
+    stream.record().synchronize()
+    end = time.monotonic()
+    stream.busy_s()
+    stream.watch(None)
+    stream.launch(spin)
+    stream.record().synchronize()
+    stream.busy_s()
+    stream.close()
+    assert len(spans) == 3
+    slack_s = 0.005  # of clocks that run apart
+    assert begin - slack_s < spans[0].begin and spans[-1].end < end + slack_s
+    assert all(a.end <= b.begin for a, b in itertools.pairwise(spans))
+    assert all(span.busy_s == pytest.approx(span.end - span.begin) for span in spans)
+    assert sum(span.busy_s for span in spans) > 0.8 * (end - begin)

@@ -282,6 +282,19 @@ def test_lower_priority_value_goes_first(depth: int) -> None:
     assert [rid for rid, _ in order] == ["first", "p-1", "p0", "p3"]
 
 
+def test_rows_that_will_need_a_page_in_the_next_step_are_preempted_for_in_this_one() -> None:
+    scheduler = Scheduler(make_limits(num_pages=2, growth_tokens=0), RadixCache(16))
+    for rid in ("old", "new"):
+        scheduler.handle(make_request(rid, prompt_of(14), 30), 0.0)
+    preemptions = []
+    for _ in range(3):  # positions 0-13, 14, 15: the next one is on a page that there is not
+        plan = scheduler.plan(0.0)
+        assert plan is not None
+        preemptions.append(scheduler.counters.preemptions)
+        scheduler.apply(StepResult(plan.step, (1,) * scheduler.num_running), 0.0)
+    assert preemptions == [0, 0, 1]
+
+
 @BOTH_DEPTHS
 def test_oldest_request_always_progresses_under_preemption(depth: int) -> None:
     limits = make_limits(num_pages=12, page_size=4, num_slots=4, growth_tokens=0, max_model_len=100)
