@@ -10,6 +10,7 @@ import importlib.metadata
 import json
 import os
 import platform
+import shutil
 import subprocess
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -23,7 +24,16 @@ def machine() -> str:
     if Path("/proc/cpuinfo").is_file():
         lines = Path("/proc/cpuinfo").read_text().splitlines()
         model = next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), model)
-    return f"{model}, {os.cpu_count()} cores, {platform.system()} {platform.machine()}"
+    return f"{model}, {os.cpu_count()} cores, {platform.system()} {platform.machine()}{gpus()}"
+
+
+def gpus() -> str:
+    """Of this machine, by name; "" without any."""
+    if shutil.which("nvidia-smi") is None:
+        return ""
+    command = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]
+    names = subprocess.run(command, capture_output=True, text=True).stdout.splitlines()
+    return "".join(f", {names.count(name)} {name}" for name in dict.fromkeys(names))
 
 
 def commit() -> str:
