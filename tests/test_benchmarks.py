@@ -31,6 +31,22 @@ def test_readme_quotes_the_overlap_figures() -> None:
         assert " | ".join(row) in text
 
 
+def test_readme_quotes_the_host_cost_and_the_speed_on_a_cpu() -> None:
+    cost, speed = (
+        json.loads((FOLDER / f"{name}.json").read_text())["figures"] for name in ("loop_host_cost", "cpu_decode")
+    )
+    text = " ".join(README.read_text().split())
+    assert (
+        f"{cost['ms_per_step_256']:.2f} ms a step with 256 rows, {cost['ms_per_step_1024']:.2f} ms with 1,024" in text
+    )
+    ours, transformers, llamacpp = (
+        [f"{speed[f'{side}_decode_{streams}_tok_s']:.0f}" for streams in (1, 16)]
+        for side in ("ours", "transformers", "llamacpp")
+    )
+    assert f"makes {ours[0]} tokens a second for one stream and {ours[1]} for 16" in text
+    assert f"transformers {' and '.join(transformers)}, llama.cpp {' and '.join(llamacpp)}" in text
+
+
 def test_readme_quotes_latency_and_cold_start() -> None:
     load, start = (json.loads((FOLDER / f"{name}.json").read_text())["figures"] for name in ("http_load", "cold_start"))
     text = README.read_text()
