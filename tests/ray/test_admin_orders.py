@@ -110,4 +110,5 @@ def test_a_profile_of_the_engine_is_a_file_below_the_configured_folder(cluster_u
     assert [file.name for file in folder.iterdir()] == [profile["file"]]
     with gzip.open(folder / profile["file"]) as text:
         events = json.load(text)["traceEvents"]
-    assert {"aten::linear", "aten::embedding"} <= {e["name"] for e in events if e.get("cat") == "cpu_op"}
+    # Of the engine stream, which is not the thread that has asked for the profile.
+    assert {"aten::embedding", "aten::argmax"} <= {e["name"] for e in events if e.get("cat") == "cpu_op"}
