@@ -20,7 +20,7 @@ from ray.serve.schema import ApplicationStatus
 
 from deployments.app import build, cluster_has_gpu, decide_device, torch_has_cuda
 from deployments.cluster import KEEP_ROUNDS, LastHeard, SchedulerStalled, is_listening
-from deployments.ingress import SchedulerCalls, as_request_error
+from deployments.ingress import STALLED_RETRIES, SchedulerCalls, as_request_error
 from deployments.metrics import RayExporter
 from deployments.run import reasons
 from deployments.scheduler import OpenCalls, Pulse, draining_error, one_request
@@ -213,7 +213,7 @@ def test_a_stalled_scheduler_is_asked_again_and_not_for_ever(
     if fails:
         with pytest.raises(ServerUnavailable):
             asyncio.run(SchedulerCalls(Stalled)(REQUEST))
-        assert len(asked) == 6
+        assert len(asked) == STALLED_RETRIES + 1
     else:
         asyncio.run(SchedulerCalls(Stalled)(REQUEST))
         assert len(asked) == refusals + 1
