@@ -25,12 +25,11 @@ from dataclasses import dataclass, field
 
 from benchmarks.results import write
 from deployments.rank import SWITCH_INTERVAL_S
+from overlap_serve.bench.loop import WaitingEngine
 from overlap_serve.cache.prefix import NoPrefixCache
 from overlap_serve.config import EngineSpec, HostFacts, ServeConfig, fake_facts, resolve
 from overlap_serve.device.base import Watch
-from overlap_serve.device.thread import ThreadStreams
 from overlap_serve.engine.base import Engine, PendingStep
-from overlap_serve.engine.fake import FakeEngine, StepInputs
 from overlap_serve.messages import GenerateRequest, Message, Route, Stop, TokenOutput, pack_ids
 from overlap_serve.runtime.loop import OverlapLoop
 from overlap_serve.runtime.meter import LoopMeter
@@ -66,30 +65,16 @@ def make_spec(size: int) -> EngineSpec:
     return resolve(config, fake_facts(config.fake), HostFacts(num_cpus=2, bf16=False, cuda=False), "")
 
 
-class WaitingEngine(FakeEngine):
-    """Its device only waits: what is measured is the host's. launched: (step, ns) after each launch of a forward."""
+class NotedEngine(WaitingEngine):
+    """launched: (step, ns) after each launch of a forward."""
 
     def __init__(self, spec: EngineSpec, device_s: float) -> None:
-        super().__init__(
-            ThreadStreams(),
-            num_slots=spec.max_running,
-            num_pages=spec.num_pages,
-            page_size=spec.page_size,
-            max_model_len=spec.max_model_len,
-        )
+        super().__init__(spec, device_s)
         self.launched: list[tuple[int, int]] = []
-        self._device_s = device_s
 
     def launch_forward(self, plan: StepPlan) -> None:
         super().launch_forward(plan)
         self.launched.append((plan.step, time.monotonic_ns()))
-
-    def forward(self, inputs: StepInputs, entries: Sequence[tuple[int, int, int]]) -> None:
-        if self._device_s:
-            time.sleep(self._device_s)
-
-    def sample(self, inputs: StepInputs) -> None:
-        inputs.token_ids.extend([TOKEN] * len(inputs.joins))
 
 
 @dataclass
@@ -133,7 +118,7 @@ def follow(size: int, rank: int) -> None:
     seat = Seat(spec, rank, HOST, KEY)
     assert seat.inbox is not None
     print(seat.address, flush=True)
-    engine = WaitingEngine(spec, 0.0)
+    engine = NotedEngine(spec, 0.0)
     FollowerLoop(engine, seat.inbox, depth=spec.depth).run()
     print(json.dumps(engine.launched))
 
@@ -145,7 +130,7 @@ class Bench:
         self.size = size
         spec = make_spec(size)
         self._followers = [start_follower(size, rank) for rank in range(1, size)]
-        engine: Engine = WaitingEngine(spec, DEVICE_S)
+        engine: Engine = NotedEngine(spec, DEVICE_S)
         if size > 1:
             addresses = tuple(first_line(follower) for follower in self._followers)
             engine = LeadingEngine(engine, Outbox(KEY, "plan", idle_s=math.inf), addresses)

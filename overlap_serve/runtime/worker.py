@@ -46,7 +46,6 @@ class Worker:
         *,
         control: str,
         replica: str,
-        version: str = "",
         stall_s: float = 15.0,
         seat: Seat | None = None,
         addresses: tuple[str, ...] = (),
